@@ -1,0 +1,93 @@
+"""`specrt export` and `specrt models`. The heavy libraries are imported when an export begins."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from specrt_profiles.extras import require
+from specrt_profiles.profile import builtin_profiles, load_profile
+
+_EXTRA = ("torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime", "gguf", "safetensors")
+
+
+def default_cache_dir() -> Path:
+    """Return the folder where fetched models are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "specrt" / "models"
+
+
+@click.command(name="export", epilog="""\b
+Examples:
+  specrt export smollm2-135m -o artifacts/smollm2
+  specrt export qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b --precision int4 -o artifacts/qwen
+  specrt export --add-to artifacts/smollm2 --draft ./my-draft -o artifacts/smollm2-drafted""")  # fmt: skip
+@click.argument("model", required=False)
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--draft", default="ngram", show_default=True, metavar="MODEL|ngram|none", help="The artifact's default drafter.")
+@click.option("--profile", default="cpu", show_default=True, metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.")
+@click.option("--precision", type=click.Choice(["fp32", "int8", "int4"]), help="Weights of the target.  [default: the profile's]")
+@click.option("--draft-precision", type=click.Choice(["fp32", "int8", "int4"]), help="Weights of a draft model.  [default: the profile's]")
+@click.option("--capacity", type=int, help="Longest sequence in tokens.  [default: the profile's]")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--add-to", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Copy this artifact and give the copy the --draft.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+def export_command(model: str | None, out: Path, draft: str, profile: str, precision: str | None, draft_precision: str | None,
+                   capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool) -> None:  # fmt: skip
+    """Turn MODEL into an artifact.
+
+    MODEL is a built-in name (see 'specrt models'), a hub id, a transformers directory with safetensors, or a GGUF
+    file. Prints the folder written to standard output; progress goes to standard error.
+    """
+    require("export", *_EXTRA)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars; ours says what they would
+    signal.signal(signal.SIGTERM, _interrupt)
+    from specrt_export.artifact import ExportRequest, export
+    from specrt_export.progress import Progress
+
+    chosen = load_profile(profile, precision=precision, draft_precision=draft_precision, capacity=capacity)
+    request = ExportRequest(
+        model=model, draft=draft, profile=chosen, out=out, cache_dir=cache_dir,
+        revision=revision, add_to=add_to, overwrite=overwrite,
+    )  # fmt: skip
+    _quiet_transformers()
+    click.echo(export(request, Progress()))
+
+
+@click.command(name="models", epilog="""\b
+Examples:
+  specrt models
+  specrt models --json""")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept.")
+def models_command(as_json: bool, cache_dir: Path) -> None:
+    """List the models that 'specrt export' knows by name."""
+    from specrt_export.catalogue import catalogue
+
+    rows = [
+        {"name": name, "megabytes": round(entry.size / 1e6), "cached": entry.path(cache_dir).is_file(), "description": entry.description}
+        for name, entry in catalogue().items()
+    ]  # fmt: skip
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        here = "cached" if row["cached"] else "to fetch"
+        click.echo(f"{row['name']:<20} {row['megabytes']:>5} MB  {here:<8}  {row['description']}")
+
+
+def _quiet_transformers() -> None:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(143)  # unwinds, so that the half-written folder is removed

@@ -1,0 +1,253 @@
+"""Trace a transformers decoder with its attention and cache replaced by the dialect's operators.
+
+The model's own code runs unchanged but for four things, which are put back afterwards: attention comes from the
+dialect, the cache hands keys and values through (the attention operator stores them), rotary embeddings are read from
+tables, and the output matrix sees only the rows that are asked for. Weights are placeholders while tracing, so
+that a model of any precision is traced in fp32 without a second copy of it.
+"""
+
+import contextlib
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import onnx_ir as ir
+import torch
+import torch.onnx
+from torch import nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from specrt_export.errors import ExportError, UnsupportedModelError
+from specrt_export.rotary import Rotary, RotaryTable
+from specrt_profiles.profile import Profile
+from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+
+OPSET = 23
+_ATTENTION = "specrt"
+_ROTATE = "apply_rotary_pos_emb"
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Call:
+    """Inputs of the call being traced; the dialect's attention leaves each layer's new KV buffers in `present`."""
+
+    position_ids: torch.Tensor
+    seqlens_k: torch.Tensor
+    total_sequence_length: torch.Tensor
+    past: list[_Pair]
+    present: dict[int, _Pair] = field(default_factory=dict)
+    rotary: Rotary | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """Per-layer attention settings: score scale, sliding window in tokens, logit soft cap, rotation to apply."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    rotary: Rotary | None
+
+
+class Dialect(Protocol):
+    """Emits one layer's attention in the target operators."""
+
+    def attention(self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions) -> torch.Tensor:
+        """Return [B, W, H, D] for query [B, H, W, D], key and value [B, H_kv, W, D]; store `call.present[layer]`."""
+        ...
+
+
+def trace(model: nn.Module, dims: DecoderDims, profile: Profile, dialect: Dialect) -> tuple[ir.Model, dict[str, torch.Tensor]]:
+    """Return the traced graph and the weights by initializer name.
+
+    The graph has the inputs and outputs of `specrt_profiles.tensors`; its initializers that are weights hold
+    placeholders. Raises `ExportError` with torch's reason when the model cannot be traced.
+    """
+    with contextlib.ExitStack() as stack:
+        weights = stack.enter_context(_placeholders(model))
+        wrapper = _Wrapper(model)
+        stack.enter_context(_replaced(model, wrapper, dims, profile, dialect))
+        stack.enter_context(_quiet())
+        try:
+            program = _export(wrapper, dims, profile)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            reason = str(error.__cause__ or error).strip().splitlines()[0][:200]
+            raise ExportError(f"torch could not trace {type(model).__name__}: {reason}") from error
+    return program.model, {f"decoder.{name}": tensor for name, tensor in weights.items()}
+
+
+class _PassThrough(Cache):
+    """A cache that returns what it is given: the attention operator does the storing."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.layers = []
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> _Pair:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class _Wrapper(nn.Module):
+    """Gives the decoder the contract's inputs and outputs."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.call: Call | None = None
+        self.rows: torch.Tensor | None = None
+        # transformers renamed the argument; both names are tried so that either release works
+        known = inspect.signature(decoder.forward).parameters
+        self._cache = "cache" if "cache" in known else "past_key_values"
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, seqlens_k: torch.Tensor,
+        total_sequence_length: torch.Tensor, logits_indices: torch.Tensor, past: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        self.call = Call(position_ids, seqlens_k, total_sequence_length, list(zip(past[::2], past[1::2], strict=True)))
+        self.rows = logits_indices
+        cache = {self._cache: _PassThrough()}
+        out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=True, **cache)
+        present = [self.call.present[layer] for layer in range(len(self.call.past))]
+        return (out.logits, *(tensor for pair in present for tensor in pair))
+
+
+def _export(wrapper: nn.Module, dims: DecoderDims, profile: Profile) -> torch.onnx.ONNXProgram:
+    inputs, outputs = ort_inputs(dims, profile), ort_outputs(dims, profile)
+    sizes = {"width": 8, "rows": 4}
+    symbols = {name: torch.export.Dim(name, min=0 if name == "rows" else 1, max=1 << 20) for name in sizes}
+    args, dynamic = [], []
+    for spec in inputs:
+        shape = [sizes[d] if isinstance(d, str) else d for d in spec.shape]
+        args.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
+        dynamic.append({axis: symbols[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None)
+    with torch.no_grad():
+        program = torch.onnx.export(
+            wrapper.eval(), (*args[:5], args[5:]), dynamo=True, optimize=False, verbose=False, opset_version=OPSET,
+            input_names=[spec.name for spec in inputs], output_names=[spec.name for spec in outputs],
+            dynamic_shapes=(*dynamic[:5], dynamic[5:]),
+        )  # fmt: skip
+    assert program is not None
+    return program
+
+
+@contextlib.contextmanager
+def _placeholders(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Replace every weight by an fp32 zero stretched to its shape; yields the real ones under all their names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    real = {name: parameter.data for name, parameter in named.items()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    halves = {name: buffer.data for name, buffer in buffers.items()}
+    for parameter in set(named.values()):
+        parameter.data = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+    for buffer in buffers.values():
+        buffer.data = buffer.data.float()
+    try:
+        yield real
+    finally:
+        for name, parameter in named.items():
+            parameter.data = real[name]
+        for name, buffer in buffers.items():
+            buffer.data = halves[name]
+
+
+@contextlib.contextmanager
+def _replaced(model: Any, wrapper: _Wrapper, dims: DecoderDims, profile: Profile, dialect: Dialect) -> Iterator[None]:
+    """Swap attention, rotary modules and the output matrix's input, and put everything back at the end."""
+    implementation = model.config._attn_implementation
+    with contextlib.ExitStack() as stack:
+        tables = _swap_rotary(model, dims, profile, stack)
+        for module in _modeling_modules(model):
+            original = vars(module)[_ROTATE]
+            vars(module)[_ROTATE] = _rotation(original, tables, wrapper, dims)
+            stack.callback(vars(module).__setitem__, _ROTATE, original)
+        AttentionInterface.register(_ATTENTION, _attention(wrapper, dialect))
+        stack.callback(AttentionInterface._global_mapping.pop, _ATTENTION)
+        model.set_attn_implementation(_ATTENTION)
+        stack.callback(model.set_attn_implementation, implementation)
+        hook = model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: (torch.index_select(inputs[0], 1, wrapper.rows),)
+        )
+        stack.callback(hook.remove)
+        yield
+
+
+def _swap_rotary(model: nn.Module, dims: DecoderDims, profile: Profile, stack: contextlib.ExitStack) -> list[RotaryTable]:
+    apply = next((vars(m)[_ROTATE] for m in _modeling_modules(model)), None)
+    tables: list[RotaryTable] = []
+    for name, module in list(model.named_modules()):
+        if apply is None or not type(module).__name__.endswith("RotaryEmbedding"):
+            continue
+        table = RotaryTable(module, apply, capacity=profile.capacity, slots=profile.slots, head_dim=dims.head_dim)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, table)
+        stack.callback(setattr, model.get_submodule(parent), leaf, module)
+        tables.append(table)
+    return tables
+
+
+def _modeling_modules(model: nn.Module) -> list[ModuleType]:
+    """Return the Python modules of the model's layers that define a rotation function."""
+    names = {type(module).__module__ for module in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if _ROTATE in vars(sys.modules[name])]
+
+
+def _rotation(original: Any, tables: list[RotaryTable], wrapper: _Wrapper, dims: DecoderDims) -> Any:
+    def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> _Pair:  # fmt: skip
+        found = next((rotary for table in tables if (rotary := table.rotary(cos)) is not None), None)
+        if found is None or query.shape[-1] != dims.head_dim:
+            rotated: _Pair = original(query, key, cos, sin, *args, **kwargs)
+            return rotated
+        assert wrapper.call is not None
+        wrapper.call.rotary = found  # the layer's attention, which comes next, rotates
+        return query, key
+
+    return rotate
+
+
+def _attention(wrapper: _Wrapper, dialect: Dialect) -> Any:
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+        scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+        s_aux: torch.Tensor | None = None, **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        if s_aux is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} cannot be exported: its attention sinks are not supported")
+        call = wrapper.call
+        assert call is not None
+        options = AttentionOptions(
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=sliding_window, softcap=softcap, rotary=call.rotary,
+        )  # fmt: skip
+        call.rotary = None
+        return dialect.attention(call, module.layer_idx, (query, key, value), options), None
+
+    return attention
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's remarks about itself; errors still come as exceptions."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal.exporter", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,124 @@
+"""Build one engine of an artifact: load, take reference logits, trace, write, and prove parity."""
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt_export import graph, parity
+from specrt_export.checkpoint import Checkpoint
+from specrt_export.decoder import trace
+from specrt_export.dialect_ort import OrtDialect
+from specrt_export.errors import CheckpointError
+from specrt_export.progress import Progress
+from specrt_export.support import TASK
+from specrt_profiles.exactness import find_exact_widths
+from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo
+from specrt_profiles.profile import Profile
+from specrt_profiles.reference import write_reference
+from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What to build: `name` is `target` or `draft`, `profile.precision` is this engine's.
+
+    `window` is the width of a sliding window narrower than the capacity, or None.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    dims: DecoderDims
+    profile: Profile
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """The manifest entry and files of an engine, and the generation config of its source."""
+
+    spec: EngineSpec
+    files: dict[str, FileEntry]
+    generation_config: Any
+
+
+def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress: Progress) -> BuiltEngine:
+    """Write the engine's files into `folder`.
+
+    Raises `ExportError` when the graph does not match its source within the precision's bounds.
+    """
+    name, profile = request.name, request.profile
+    with progress.step(f"{name}: load {request.checkpoint.name}"):
+        model = load_model(request.checkpoint)
+    generation_config, architecture = model.generation_config, type(model).__name__
+    texts = parity.reference_tokens(tokenizer, profile, at_least=(request.window or 0) + 32)
+    reference = folder / f"{name}.reference.npz"
+    with progress.step(f"{name}: reference logits from the source"):
+        source = parity.source_logits(model, texts)
+        write_reference(reference, texts, source)
+    path = folder / f"{name}.onnx"
+    hashes = _write_graph(model, request, path, progress)
+    del model
+    gc.collect()  # the session that checks parity may need the memory
+    with progress.step(f"{name}: parity and row exactness"):
+        measured, exact = _prove(request, path, texts, source)
+    progress.say(f"    max |diff| {measured.max_abs_diff:.2g}, mean KL {measured.mean_kl:.2g}, "
+                 f"top-1 {measured.top1_agreement:.1%}; bit-equal widths {', '.join(map(str, exact)) or 'none'}")  # fmt: skip
+    spec = EngineSpec(
+        dialect="ort", file=path.name, reference=reference.name, precision=profile.precision,
+        model=_model_info(request.checkpoint, architecture), capacity=profile.capacity, slots=profile.slots,
+        prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=request.dims.vocab_size,
+        inputs=ort_inputs(request.dims, profile), outputs=ort_outputs(request.dims, profile),
+        parity=measured, exact_widths=exact,
+    )  # fmt: skip
+    files = {file: FileEntry(size=(folder / file).stat().st_size, sha256=digest) for file, digest in hashes.items()}
+    return BuiltEngine(spec=spec, files=files, generation_config=generation_config)
+
+
+def load_model(checkpoint: Checkpoint) -> Any:
+    """Load the source model through Optimum's TasksManager, in the type its weights are stored in."""
+    import torch
+    from optimum.exporters.tasks import TasksManager
+
+    dtype = torch.float32 if checkpoint.gguf_file else "auto"
+    try:
+        model = TasksManager.get_model_from_task(
+            TASK, str(checkpoint.directory), framework="pt", library_name="transformers", torch_dtype=dtype,
+            **checkpoint.from_pretrained,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        line = str(error).strip().splitlines()[0][:200]
+        raise CheckpointError(f"{checkpoint.name}: transformers cannot load it: {line}") from error
+    return model.eval()
+
+
+def _write_graph(model: Any, request: EngineRequest, path: Path, progress: Progress) -> dict[str, str]:
+    """Trace, fuse and write the graph with its weights; return the SHA-256 of each file."""
+    profile = request.profile
+    with progress.step(f"{request.name}: trace and fuse the graph"):
+        traced, weights = trace(model, request.dims, profile, OrtDialect(profile))
+        graph.finish(traced, weights, profile.precision)
+        graph.lint(traced.graph, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile))
+    with progress.bar(f"{request.name}: write weights as {profile.precision}", graph.data_bytes(traced)) as advance:
+        return graph.save(traced, path, advance)
+
+
+def _prove(request: EngineRequest, path: Path, texts: list[list[int]], source: list[NDArray[np.float32]]):  # type: ignore[no-untyped-def]
+    """Compare the written graph with the source, and find the widths that give equal bits."""
+    profile = request.profile
+    runner = parity.GraphRunner(path, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile)
+    measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts])
+    parity.check(measured, profile.precision, request.checkpoint.name)
+    widths = sorted({*profile.verify_widths, profile.prefill_width})
+    exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)
+    return measured, exact.widths
+
+
+def _model_info(checkpoint: Checkpoint, architecture: str) -> ModelInfo:
+    return ModelInfo(
+        name=checkpoint.name, source=checkpoint.source, revision=checkpoint.revision, architecture=architecture,
+        licence=checkpoint.licence, num_parameters=checkpoint.num_parameters,
+    )  # fmt: skip

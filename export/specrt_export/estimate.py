@@ -1,0 +1,44 @@
+"""What an export will take: sizes on disk and in memory, known before any weight is read."""
+
+from dataclasses import dataclass
+
+from specrt_export.checkpoint import Checkpoint
+from specrt_profiles.profile import Precision, Profile
+from specrt_profiles.tensors import DecoderDims
+
+# Bytes per weight: the values, one fp32 scale and one zero point per 32 of them.
+_BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 5 / 32, "int4": 0.5 + 4.5 / 32}
+_LIBRARIES = 900_000_000  # torch, transformers and the exporter themselves, measured
+_PACKED = 1.1  # ONNX Runtime packs most weights into copies of its own, measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Bytes of the artifact's weights, of the KV buffers at run time, and of memory at the export's peak."""
+
+    artifact: int
+    kv: int
+    peak_memory: int
+
+
+def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile) -> Estimate:
+    """Estimate one engine's export."""
+    table = dims.vocab_size * dims.hidden_size
+    inner = max(0, checkpoint.num_parameters - table)
+    outer = _BYTES_PER_WEIGHT["int8" if profile.precision == "int4" else profile.precision]
+    artifact = int(inner * _BYTES_PER_WEIGHT[profile.precision] + table * outer)
+    kv = dims.kv_bytes(profile.slots)
+    loading = checkpoint.weight_bytes + 3 * 4 * table
+    checking = int(artifact * _PACKED) + artifact + kv
+    return Estimate(artifact=artifact, kv=kv, peak_memory=_LIBRARIES + max(loading, checking))
+
+
+def show_bytes(count: int) -> str:
+    """Format a number of bytes for people."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count //= 1000 if unit != "MB" else 1
+        if unit == "MB":
+            break
+    return f"{count / 1000:.1f} GB"

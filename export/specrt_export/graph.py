@@ -1,0 +1,130 @@
+"""From a traced decoder to the graph that ships: weights, fusion, lint, one data file."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import torch
+from onnxscript.rewriter import onnx_fusions
+
+from specrt_export.errors import ExportError, UnsupportedModelError
+from specrt_export.weights import SAME_BYTES, attach_weights
+from specrt_profiles.profile import Precision
+from specrt_profiles.tensors import TensorSpec
+
+_FOLD_LIMIT = 4096  # values; weights are far larger and must stay lazy
+_ALIGNMENT = 4096  # bytes, so that every large tensor can be memory-mapped
+_INLINE_LIMIT = 256  # bytes; smaller constants stay in the graph file
+
+# Operators that treat every row of a call by itself (reductions are checked for their axis). Anything else might let
+# a rejected token change the rows before it.
+_ROW_WISE = frozenset(
+    """Abs Add Cast Clip Concat Constant Cos Div Equal Erf Exp Expand Floor FusedMatMul Gather GatherBlockQuantized
+    GatherElements GatherND Gelu Gemm GreaterOrEqual Greater GroupQueryAttention Identity LayerNormalization LessOrEqual
+    Less Log MatMul MatMulNBits Max Min Mod Mul Neg Not Or And Pow RMSNormalization Range Reciprocal ReduceMax
+    ReduceMean ReduceSum Relu Reshape RotaryEmbedding ScatterElements Shape Sigmoid Sign Sin Slice Softmax Softplus
+    Split Sqrt Squeeze Sub Swish Tanh TopK Transpose Tile Unsqueeze Where""".split()
+)
+
+
+def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision) -> None:
+    """Attach the weights to a traced model and simplify it in place."""
+    attach_weights(model.graph, weights, precision)
+    onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
+    onnx_fusions.fuse(model)
+    _drop_idle_reshapes(model.graph)
+    _remove_unused(model)
+    model.opset_imports.setdefault("com.microsoft", 1)
+
+
+def lint(graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+    """Check the graph against the contract and the operators that keep rows apart.
+
+    Raises `UnsupportedModelError` for an operator that may mix rows, `ExportError` for another name or shape.
+    """
+    for node in graph:
+        if node.op_type not in _ROW_WISE:
+            raise UnsupportedModelError(f"operator {node.op_type} ({node.name}) may let rows of a call influence each other")
+    for what, values, specs in (("input", graph.inputs, inputs), ("output", graph.outputs, outputs)):
+        found = [(value.name, _dtype(value), _dims(value)) for value in values]
+        wanted = [(spec.name, spec.dtype, len(spec.shape)) for spec in specs]
+        if [(name, dtype, len(shape)) for name, dtype, shape in found] != wanted:
+            raise ExportError(f"the graph's {what}s are not the contract's: expected {wanted[:8]}, found {found[:8]}")
+        for (name, _, shape), spec in zip(found, specs, strict=True):
+            fixed = [(ours, theirs) for ours, theirs in zip(shape, spec.shape, strict=True) if isinstance(theirs, int)]
+            if any(ours != theirs for ours, theirs in fixed):
+                raise ExportError(f"the graph's {what} {name} has shape {shape}, expected {list(spec.shape)}")
+
+
+def save(model: ir.Model, path: Path, on_bytes: Callable[[int], None]) -> dict[str, str]:
+    """Write `path` and `path`.data, one tensor after the other; return the SHA-256 of both files by name.
+
+    `on_bytes` is told of every piece written. At most one weight is held in memory besides the source.
+    """
+    data = path.with_name(path.name + ".data")
+    digest = hashlib.sha256()
+    offset = 0
+    places: dict[str, tuple[int, int]] = {}
+    with data.open("wb") as file:
+        for name, value in model.graph.initializers.items():
+            tensor = value.const_value
+            assert tensor is not None
+            if tensor.nbytes <= _INLINE_LIMIT:
+                continue
+            shared = value.metadata_props.pop(SAME_BYTES, None)
+            if shared is None:
+                padding = bytes(-offset % _ALIGNMENT)
+                content = tensor.tobytes()
+                for piece in (padding, content):
+                    file.write(piece)
+                    digest.update(piece)
+                places[name] = (offset + len(padding), len(content))
+                offset += len(padding) + len(content)
+                on_bytes(len(padding) + len(content))
+            start, length = places[shared or name]
+            value.const_value = ir.ExternalTensor(
+                data.name, start, length, tensor.dtype, shape=ir.Shape(tensor.shape), name=name, base_dir=path.parent
+            )
+    ir.save(model, path)
+    return {data.name: digest.hexdigest(), path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def data_bytes(model: ir.Model) -> int:
+    """Return how many bytes `save` will write for the weights, alignment left out."""
+    values = model.graph.initializers.values()
+    return sum(v.const_value.nbytes for v in values if v.const_value is not None and SAME_BYTES not in v.metadata_props)
+
+
+def _drop_idle_reshapes(graph: ir.Graph) -> None:
+    """Merge chains of reshapes and drop those that give back the shape they were given."""
+    for node in list(graph):
+        if node.op_type != "Reshape" or node.inputs[0] is None:
+            continue
+        source = node.inputs[0]
+        producer = source.producer()
+        while producer is not None and producer.op_type == "Reshape" and producer.inputs[0] is not None:
+            source = producer.inputs[0]
+            producer = source.producer()
+        node.replace_input_with(0, source)
+        out = node.outputs[0]
+        if source.shape is not None and source.shape == out.shape and out not in graph.outputs:
+            out.replace_all_uses_with(source)
+
+
+def _remove_unused(model: ir.Model) -> None:
+    from onnx_ir.passes import common
+
+    common.RemoveUnusedNodesPass()(model)
+    common.RemoveUnusedOpsetsPass()(model)
+
+
+def _dtype(value: ir.Value) -> str:
+    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32"}
+    return names.get(value.dtype.name, value.dtype.name) if value.dtype is not None else "unknown"
+
+
+def _dims(value: ir.Value) -> list[int | str]:
+    shape = value.shape if value.shape is not None else ()
+    return [d if isinstance(d, int) else str(d) for d in shape]

@@ -1,0 +1,178 @@
+"""Does the exported graph compute what its source computes?
+
+The source model's logits over a few texts are taken first (and kept as reference.npz, for `specrt check`), then the
+graph goes over the same tokens as a generation would: prefill, verify, rollback after rejected tokens, verify again.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from specrt_export.errors import ExportError
+from specrt_profiles.manifest import Parity
+from specrt_profiles.profile import Precision, Profile
+from specrt_profiles.tensors import TensorSpec
+
+TEXTS = (
+    "The river rose three feet overnight. By morning the lower meadow was a lake, and the sheep had been moved to the "
+    "barn behind Mr. Havel's house; nobody could say when the road to town would open again.",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return total / len(values)\n\n"
+    "def variance(values):\n    m = mean(values)\n    return mean([(v - m) ** 2 for v in values])\n",
+    "Question: A train leaves at 9:40 and arrives at 12:05. How long is the trip?\nAnswer: From 9:40 to 12:00 is 2 hours "
+    "20 minutes, plus 5 minutes: 2 hours 25 minutes.",
+    "今天天气很好，我们去公园散步吧。 The word for 'park' is 公园 (gōngyuán). 🌳",
+)  # fmt: skip
+_LENGTH = 96  # tokens per text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a precision may cost: mean KL in nats, least top-1 agreement, largest difference of a logit (if bounded)."""
+
+    mean_kl: float
+    top1_agreement: float
+    max_abs_diff: float | None = None
+
+
+BOUNDS: dict[Precision, Bounds] = {
+    "fp32": Bounds(mean_kl=1e-6, top1_agreement=0.99, max_abs_diff=5e-3),
+    "int8": Bounds(mean_kl=0.05, top1_agreement=0.90),
+    "int4": Bounds(mean_kl=1.0, top1_agreement=0.55),
+}
+
+
+def reference_tokens(tokenizer: Any, profile: Profile, *, at_least: int = 0) -> list[list[int]]:
+    """Return the token ids of the parity texts, none longer than the capacity; the first has `at_least` tokens."""
+    texts = [tokenizer.encode(text) for text in TEXTS]
+    longest = max(_LENGTH, at_least)
+    if at_least > _LENGTH:
+        texts[0] = (texts[0] * (1 + at_least // max(1, len(texts[0]))))[:longest]
+    return [ids[: min(longest, profile.capacity)] for ids in texts if len(ids) > 1]
+
+
+def source_logits(model: nn.Module, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    """Return the source model's logits [n, V] per text, computed in fp32 whatever type its weights are stored in."""
+    rows = []
+    with torch.no_grad(), _upcast(model):
+        for ids in texts:
+            out = model(input_ids=torch.tensor([ids]), use_cache=False)
+            rows.append(out.logits[0].float().numpy())
+    return rows
+
+
+class GraphRunner:
+    """Runs an exported graph in calls of any width, KV buffers bound in place; serves parity and exactness."""
+
+    def __init__(self, path: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], profile: Profile) -> None:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        kv = [ort.OrtValue.ortvalue_from_numpy(np.zeros(spec.shape, spec.dtype)) for spec in inputs if "past" in spec.name]
+        self._past = list(zip((spec.name for spec in inputs if "past" in spec.name), kv, strict=True))
+        self._present = list(zip((spec.name for spec in outputs if "present" in spec.name), kv, strict=True))
+        self._last = profile.capacity - 1
+
+    def __call__(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
+        """Feed tokens from `start` on, padded to `width`; return logits [len(token_ids), V]."""
+        ids = np.zeros((1, width), np.int64)
+        ids[0, : len(token_ids)] = token_ids
+        binding = self._session.io_binding()
+        binding.bind_cpu_input("input_ids", ids)
+        binding.bind_cpu_input("position_ids", np.minimum(np.arange(start, start + width)[None], self._last))
+        binding.bind_cpu_input("seqlens_k", np.array([start + width - 1], np.int32))
+        binding.bind_cpu_input("total_sequence_length", np.array(start + width, np.int32))
+        binding.bind_cpu_input("logits_indices", np.arange(width))
+        for name, value in self._past:
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_output("logits")
+        for name, value in self._present:
+            binding.bind_ortvalue_output(name, value)
+        self._session.run_with_iobinding(binding)
+        logits: NDArray[np.float32] = binding.get_outputs()[0].numpy()[0, : len(token_ids)]
+        return logits
+
+
+def graph_logits(runner: GraphRunner, ids: Sequence[int], profile: Profile) -> NDArray[np.float32]:
+    """Return the graph's logits [n, V] over prefill, verify calls of every width, and a rollback before each of them."""
+    rng = np.random.default_rng(0)
+    start = min(profile.prefill_width, max(1, len(ids) // 3))
+    rows = [runner(ids[:start], 0, profile.prefill_width)]
+    widths = profile.verify_widths
+    while start < len(ids):
+        width = widths[len(rows) % len(widths)]
+        rejected = rng.choice(np.asarray(ids), width).tolist()
+        runner(rejected, start, width)
+        piece = ids[start : start + width]
+        rows.append(runner(piece, start, width))
+        start += len(piece)
+    return np.concatenate(rows)
+
+
+def compare(source: Sequence[NDArray[np.float32]], graph: Sequence[NDArray[np.float32]]) -> Parity:
+    """Measure the distance between two sets of logits, row by row, in float64."""
+    diffs, kls, same = [], [], []
+    for theirs, ours in zip((r for t in source for r in t), (r for t in graph for r in t), strict=True):
+        log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
+        diffs.append(float(np.abs(ours - theirs).max()))
+        kls.append(max(0.0, float(np.exp(log_p) @ (log_p - log_q))))
+        same.append(int(ours.argmax()) == int(theirs.argmax()))
+    return Parity(
+        num_rows=len(same),
+        max_abs_diff=max(diffs),
+        mean_kl=sum(kls) / len(kls),
+        max_kl=max(kls),
+        top1_agreement=sum(same) / len(same),
+    )
+
+
+def check(parity: Parity, precision: Precision, what: str) -> None:
+    """Raise `ExportError` when the distance is beyond what the precision may cost."""
+    bounds = BOUNDS[precision]
+    problems = []
+    if not parity.mean_kl <= bounds.mean_kl:
+        problems.append(f"mean KL {parity.mean_kl:.3g} (at most {bounds.mean_kl:g})")
+    if parity.top1_agreement < bounds.top1_agreement:
+        problems.append(f"top-1 agreement {parity.top1_agreement:.3f} (at least {bounds.top1_agreement:g})")
+    if bounds.max_abs_diff is not None and not parity.max_abs_diff <= bounds.max_abs_diff:
+        problems.append(f"largest logit difference {parity.max_abs_diff:.3g} (at most {bounds.max_abs_diff:g})")
+    if problems:
+        raise ExportError(f"{what} at {precision} does not match its source: {', '.join(problems)}")
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - float(logits.max())
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+@contextlib.contextmanager
+def _upcast(model: nn.Module) -> Iterator[None]:
+    """Give every module its own weights in fp32 while it runs: one module's worth of extra memory."""
+    kept: dict[nn.Parameter, torch.Tensor] = {}
+
+    def widen(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype != torch.float32:
+                kept[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in kept:
+                parameter.data = kept.pop(parameter)
+
+    hooks = [hook for m in model.modules() for hook in (m.register_forward_pre_hook(widen), m.register_forward_hook(restore))]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,56 @@
+"""Progress on standard error: what step, how long."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import click
+
+
+class Progress:
+    """Announces the steps of an export; a step's line is completed with its duration."""
+
+    def __init__(self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._clock = clock
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        click.echo(text, file=self._stream)
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[None]:
+        """Announce a step that runs inside the `with` block."""
+        terminal = self._stream.isatty()
+        click.echo(f"  {title} ...", file=self._stream, nl=not terminal)
+        started = self._clock()
+        yield
+        took = f"{self._clock() - started:.1f} s"
+        click.echo(f"\r\x1b[K  {title}: {took}" if terminal else f"  {title}: {took}", file=self._stream)
+
+    @contextmanager
+    def bar(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show a bar of `total` bytes; the block gets a function that advances it."""
+        started = self._clock()
+        with click.progressbar(length=total, label=f"  {title}", file=self._stream, update_min_steps=1 << 20) as bar:
+            yield bar.update
+        if not self._stream.isatty():
+            self.say(f"  {title}: {self._clock() - started:.1f} s")
+
+    @contextmanager
+    def bytes(self, title: str) -> Iterator[Callable[[int], None]]:
+        """Count bytes of a transfer whose size is not known; silent if there are none."""
+        started, count = self._clock(), 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal count
+            count += num_bytes
+            if self._stream.isatty():
+                click.echo(f"\r  {title}: {count / 1e6:.0f} MB", file=self._stream, nl=False)
+
+        yield advance
+        if count:
+            start = "\r" if self._stream.isatty() else ""
+            self.say(f"{start}  {title}: {count / 1e6:.0f} MB, {self._clock() - started:.1f} s")

@@ -1,0 +1,68 @@
+"""Block-wise weight quantisation for MatMulNBits: every row of activations is computed by itself.
+
+Only weights are quantised here, in blocks of 32 input values; activations are quantised by the kernel per row and
+block. Per-tensor activation scales are not offered: there a rejected token would change the rows before it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A [N, K] matrix as blocks along K: w = scale * (q - zero_point).
+
+    packed: uint8 [N, K / 32, 32 * bits / 8], two 4-bit values per byte, lower half first. scales: float32
+    [N, K / 32]. zero_points: uint8 [N, ceil(K / 32 * bits / 8)], packed like the values.
+    """
+
+    packed: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    zero_points: NDArray[np.uint8]
+
+
+def quantize(weight: NDArray[np.float32], *, bits: int) -> QuantizedMatrix:
+    """Round a [N, K] matrix to `bits` (4 or 8) per value between each block's minimum and maximum.
+
+    The range always contains 0, so that zeros stay zeros. K is padded with zeros to a multiple of 32.
+    """
+    rows, columns = weight.shape
+    blocks = -(-columns // BLOCK)
+    padded = np.zeros((rows, blocks * BLOCK), np.float32)
+    padded[:, :columns] = weight
+    values = padded.reshape(rows, blocks, BLOCK)
+    top = 2**bits - 1
+    low = np.minimum(values.min(-1), 0.0)
+    high = np.maximum(values.max(-1), 0.0)
+    scales = ((high - low) / top).astype(np.float32)
+    inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
+    zeros = np.clip(np.rint(-low * inverse), 0, top)
+    quantized = np.clip(np.rint(values * inverse[..., None]) + zeros[..., None], 0, top).astype(np.uint8)
+    return QuantizedMatrix(_pack(quantized, bits), scales, _pack(zeros.astype(np.uint8), bits))
+
+
+def dequantize(matrix: QuantizedMatrix, *, bits: int, columns: int) -> NDArray[np.float32]:
+    """Return the [N, columns] matrix that `matrix` stands for."""
+    rows, blocks, _ = matrix.packed.shape
+    values = _unpack(matrix.packed, bits).reshape(rows, blocks, BLOCK).astype(np.float32)
+    zeros = _unpack(matrix.zero_points, bits)[:, :blocks].astype(np.float32)
+    full = (values - zeros[..., None]) * matrix.scales[..., None]
+    return np.ascontiguousarray(full.reshape(rows, -1)[:, :columns])
+
+
+def _pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    if bits == 8:
+        return values
+    if values.shape[-1] % 2:
+        values = np.concatenate([values, np.zeros((*values.shape[:-1], 1), np.uint8)], axis=-1)
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)

@@ -1,0 +1,101 @@
+"""Which models can be exported: decided from the configuration, before any weight is read."""
+
+from typing import Any
+
+from specrt_export.checkpoint import Checkpoint
+from specrt_export.errors import CheckpointError, UnsupportedModelError
+from specrt_profiles.profile import Profile
+from specrt_profiles.tensors import DecoderDims
+
+TASK = "text-generation"
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+def load_config(checkpoint: Checkpoint) -> Any:
+    """Return the transformers configuration of a checkpoint."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(checkpoint.directory), **checkpoint.from_pretrained)
+    except (OSError, ValueError, KeyError) as error:
+        line = str(error).strip().splitlines()[0][:200]
+        raise CheckpointError(f"{checkpoint.name}: transformers cannot read its configuration: {line}") from None
+
+
+def model_class(config: Any) -> Any:
+    """Return the transformers class that loads this configuration, if Optimum knows it as text generation."""
+    import transformers
+    from optimum.exporters.tasks import TasksManager
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = getattr(config, "architectures", None) or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)]
+    cls = getattr(transformers, str(names[0]), None)
+    try:
+        task = TasksManager.infer_task_from_model(cls) if cls is not None else None
+    except ValueError:
+        task = None
+    if task != TASK or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{names[0] or config.model_type}: expected a decoder-only text model, found the task {task}")
+    return cls
+
+
+def check_supported(checkpoint: Checkpoint, config: Any, profile: Profile) -> DecoderDims:
+    """Return the decoder's sizes, or raise `UnsupportedModelError` with the reason why it cannot be exported."""
+    cls = model_class(config)
+    dims = decoder_dims(config)
+    reason = _refusal(cls, config, dims, profile)
+    if reason:
+        raise UnsupportedModelError(f"{checkpoint.name} ({cls.__name__}) cannot be exported: {reason}")
+    return dims
+
+
+def decoder_dims(config: Any) -> DecoderDims:
+    """Read the decoder's sizes through Optimum's normalised configuration."""
+    from optimum.utils import NormalizedConfigManager, NormalizedTextConfig
+
+    try:
+        normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
+    except KeyError:
+        normalized = NormalizedTextConfig(config)
+    heads = normalized.num_attention_heads
+    return DecoderDims(
+        num_layers=normalized.num_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or normalized.hidden_size // heads,
+        hidden_size=normalized.hidden_size,
+        vocab_size=normalized.vocab_size,
+    )
+
+
+def longest_context(config: Any) -> int | None:
+    """Return the number of positions the model knows, or None if it does not say."""
+    for name in ("max_position_embeddings", "n_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def narrow_window(config: Any, profile: Profile) -> int | None:
+    """Return the sliding window in tokens if some layer has one narrower than the capacity."""
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None) or []
+    used = "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
+    return window if used and isinstance(window, int) and 0 < window < profile.capacity else None
+
+
+def _refusal(cls: Any, config: Any, dims: DecoderDims, profile: Profile) -> str | None:
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    limit = longest_context(config)
+    if getattr(cls, "_is_stateful", False) or not layers <= _ATTENTION_LAYERS:
+        return f"it has recurrent or unusual layers ({', '.join(sorted(layers - _ATTENTION_LAYERS)) or 'stateful'}) whose state cannot be rolled back"
+    if not getattr(cls, "_supports_attention_backend", False):
+        return "transformers does not let its attention be replaced (no attention interface)"
+    if dims.head_dim % 8:
+        return f"its head size {dims.head_dim} is not a multiple of 8, which the attention operator needs"
+    if dims.num_heads % dims.num_kv_heads:
+        return f"its {dims.num_heads} query heads are not a multiple of its {dims.num_kv_heads} KV heads"
+    if limit is not None and profile.capacity > limit:
+        return f"the profile's capacity {profile.capacity} is above the {limit} positions it was made for: choose --capacity {limit} or less"
+    return None

@@ -1,0 +1,191 @@
+"""Put the real weights into a traced graph, lazily: in fp32, or as blocks of 8 or 4 bits.
+
+Every multiplication by a weight W [N, K] ends as one of
+  MatMul(x, W^T)              fp32; transposed while the file is written
+  FusedMatMul(x, W)           fp32, the output matrix of a model that ties it to the embedding: stored once
+  MatMulNBits(x, blocks)      int8, int4; the embedding reads blocks through GatherBlockQuantized, the same ones if tied
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+
+from specrt_export.quantize import BLOCK, QuantizedMatrix, quantize
+from specrt_profiles.profile import Precision
+
+SAME_BYTES = "specrt.same_bytes_as"
+_MS = "com.microsoft"
+_EMBEDDING_BITS = 8  # embedding and output matrix: 4 bits cost more quality there than they save bytes
+
+
+def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision) -> None:
+    """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
+
+    Tensors that share storage become one initializer. Nothing is read or converted before the file is written.
+    """
+    tensors = _merge_tied(graph, tensors)
+    store = _Store(graph, tensors, precision)
+    for node in list(graph):
+        if node.op_type in ("MatMul", "Gemm"):
+            store.rewrite_product(node)
+        elif node.op_type == "Gather" and precision != "fp32":
+            store.rewrite_embedding(node)
+    for name, tensor in tensors.items():
+        value = graph.initializers[name]
+        value.const_value = _lazy(name, tensor.shape, lambda t=tensor: _fp32(t))
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+
+
+class _Store:
+    """Rewrites nodes of one graph and keeps one set of blocks per quantised weight."""
+
+    def __init__(self, graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision) -> None:
+        self._graph = graph
+        self._tensors = tensors
+        self._precision = precision
+        self._blocks: dict[str, list[ir.Value]] = {}
+
+    def rewrite_product(self, node: ir.Node) -> None:
+        weight, stored_transposed = _weight_operand(node)
+        if weight is None or weight.name not in self._tensors:
+            return
+        if self._precision == "fp32":
+            self._rewrite_fp32(node, weight, stored_transposed)
+        elif node.op_type == "MatMul" or _is_plain_gemm(node):
+            self._rewrite_blocks(node, weight, stored_transposed)
+
+    def _rewrite_fp32(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
+        if not stored_transposed or node.inputs[1] is weight:
+            return  # the operand is used as it is stored
+        if len(weight.uses()) > 1 and node.op_type == "MatMul":
+            self._replace(node, ir.node("FusedMatMul", [node.inputs[0], weight], {"transB": 1}, domain=_MS))
+            return
+        name, tensor = str(weight.name), self._tensors[str(weight.name)]
+        flipped = self._initializer(f"{name}.T", ir.DataType.FLOAT, tuple(reversed(tensor.shape)),
+                                    lambda: np.ascontiguousarray(_fp32(tensor).T))  # fmt: skip
+        node.replace_input_with(1, flipped)
+
+    def _rewrite_blocks(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
+        tensor = self._tensors[str(weight.name)]
+        rows, columns = tensor.shape if stored_transposed else tuple(reversed(tensor.shape))
+        is_head = node.outputs[0] in self._graph.outputs
+        bits = _EMBEDDING_BITS if is_head or self._precision == "int8" else 4
+        blocks = self._blocks_of(str(weight.name), stored_transposed, bits)
+        attributes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
+        product = ir.node("MatMulNBits", [node.inputs[0], *blocks], attributes, domain=_MS)
+        if node.op_type == "Gemm" and len(node.inputs) > 2:
+            self._replace(node, product, ir.node("Add", [product.outputs[0], node.inputs[2]]))
+        else:
+            self._replace(node, product)
+
+    def rewrite_embedding(self, node: ir.Node) -> None:
+        table, ids = node.inputs
+        if table is None or ids is None or table.name not in self._tensors or ids.name != "input_ids":
+            return
+        packed, *rest = self._blocks_of(table.name, True, _EMBEDDING_BITS)
+        assert packed.shape is not None
+        rows, blocks, size = (int(d) for d in packed.shape)
+        flat = self._initializer(f"{packed.name}.flat", ir.DataType.UINT8, (rows, blocks * size), None, same_as=packed)
+        attributes = {"bits": _EMBEDDING_BITS, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        inputs = [flat, ids, *rest]
+        self._replace(node, ir.node("GatherBlockQuantized", inputs, attributes, domain=_MS))
+
+    def _blocks_of(self, name: str, stored_transposed: bool, bits: int) -> list[ir.Value]:
+        if name not in self._blocks:
+            source = _LazyBlocks(self._tensors[name], stored_transposed, bits)
+            shapes, kinds = source.shapes(), (ir.DataType.UINT8, ir.DataType.FLOAT, ir.DataType.UINT8)
+            self._blocks[name] = [
+                self._initializer(f"{name}.{part}", kind, shapes[part], lambda part=part: source.take(part))
+                for part, kind in zip(("packed", "scales", "zero_points"), kinds, strict=True)
+            ]
+        return self._blocks[name]
+
+    def _initializer(self, name: str, dtype: ir.DataType, shape: tuple[int, ...],
+                     make: Callable[[], NDArray[np.generic]] | None, *, same_as: ir.Value | None = None) -> ir.Value:  # fmt: skip
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        if make is None:
+            assert same_as is not None and same_as.const_value is not None
+            original = same_as.const_value
+            make = lambda: original.numpy().reshape(shape)  # noqa: E731
+        value.const_value = _lazy(name, shape, make, dtype)
+        if same_as is not None:
+            value.metadata_props[SAME_BYTES] = str(same_as.name)
+        self._graph.register_initializer(value)
+        return value
+
+    def _replace(self, node: ir.Node, *new: ir.Node) -> None:
+        old, out = node.outputs[0], new[-1].outputs[0]
+        out.name, out.shape, out.type = old.name, old.shape, old.type
+        ir.convenience.replace_nodes_and_values(self._graph, node, [node], list(new), [old], [out])
+
+
+class _LazyBlocks:
+    """Quantises one weight when its first part is written, and forgets it with the last."""
+
+    def __init__(self, tensor: torch.Tensor, stored_transposed: bool, bits: int) -> None:
+        self._tensor, self._stored_transposed, self._bits = tensor, stored_transposed, bits
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        rows, columns = self._tensor.shape if self._stored_transposed else tuple(reversed(self._tensor.shape))
+        blocks = -(-columns // BLOCK)
+        return {
+            "packed": (rows, blocks, BLOCK * self._bits // 8),
+            "scales": (rows, blocks),
+            "zero_points": (rows, -(-blocks * self._bits // 8)),
+        }
+
+    def take(self, part: str) -> NDArray[np.generic]:
+        array: NDArray[np.generic] = getattr(self._quantized, part)
+        if part == "zero_points":
+            del self._quantized
+        return array
+
+    @cached_property
+    def _quantized(self) -> QuantizedMatrix:
+        weight = _fp32(self._tensor)
+        return quantize(weight if self._stored_transposed else np.ascontiguousarray(weight.T), bits=self._bits)
+
+
+def _merge_tied(graph: ir.Graph, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Let all names of one storage use one initializer; return the tensors that the graph still has."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    for name, tensor in tensors.items():
+        if name not in graph.initializers:
+            continue
+        kept = first.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if kept != name:
+            graph.initializers[name].replace_all_uses_with(graph.initializers[kept])
+            del graph.initializers[name]
+    return {name: tensors[name] for name in first.values()}
+
+
+def _weight_operand(node: ir.Node) -> tuple[ir.Value | None, bool]:
+    """Return the initializer behind a product's second operand, and whether it is stored as [N, K]."""
+    operand = node.inputs[1]
+    flipped = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
+    producer = operand.producer() if operand is not None else None
+    if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
+        return producer.inputs[0], not flipped
+    return operand, flipped
+
+
+def _is_plain_gemm(node: ir.Node) -> bool:
+    attributes = node.attributes
+    return (
+        attributes.get_float("alpha", 1.0) == attributes.get_float("beta", 1.0) == 1.0
+        and attributes.get_int("transA", 0) == 0
+    )
+
+
+def _lazy(name: str, shape: torch.Size | tuple[int, ...], make: Callable[[], NDArray[np.generic]],
+          dtype: ir.DataType = ir.DataType.FLOAT) -> ir.LazyTensor:  # fmt: skip
+    return ir.LazyTensor(lambda: ir.tensor(make()), dtype=dtype, shape=ir.Shape(tuple(shape)), name=name)
+
+
+def _fp32(tensor: torch.Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return array

@@ -1,0 +1,1 @@
+"""The contract between export and run time: profiles, tensor names and shapes, the manifest."""

@@ -1,0 +1,109 @@
+"""Strict conversion between frozen dataclasses and the plain data of TOML and JSON.
+
+Every key is checked: an unknown one is named together with its nearest known neighbour, a missing or wrong
+one is named by its full path. Supported field types: `str`, `int`, `float`, `bool`, `Literal`, `X | None`,
+`int | str`, `tuple[X, ...]`, `Mapping[str, X]` and other dataclasses.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar, Union
+
+from specrt_profiles.errors import SpecRTError
+
+T = TypeVar("T")
+
+
+def decode(cls: type[T], data: object, *, where: str, error: type[SpecRTError]) -> T:
+    """Build the dataclass `cls` from `data`; `where` is the path that messages begin with.
+
+    Raises `error` for an unknown key, a missing key or a value of the wrong type.
+    """
+    try:
+        return typing.cast(T, _dataclass(cls, data, where))
+    except _Mismatch as mismatch:
+        raise error(str(mismatch)) from None
+
+
+def encode(value: object) -> Any:
+    """Turn dataclasses, mappings and tuples into the dicts and lists that JSON can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [encode(item) for item in value]
+    return value
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ' (did you mean X?)' for the known name closest to `name`, or the list of known names."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if close:
+        return f" (did you mean {' or '.join(close)}?)"
+    return f" (known: {', '.join(names)})"
+
+
+class _Mismatch(Exception):
+    pass
+
+
+def _dataclass(cls: Any, data: object, where: str) -> object:
+    if not isinstance(data, Mapping):
+        raise _Mismatch(f"{where}: expected a table, found {_show(data)}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in fields:
+            raise _Mismatch(f"{where}: unknown key {str(key)!r}{nearest(str(key), fields)}")
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _value(hints[name], data[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise _Mismatch(f"{where}: the key {name!r} is missing")
+    return cls(**values)
+
+
+def _value(hint: Any, data: object, where: str) -> object:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if data is None and types.NoneType in args:
+            return None
+        kinds = [a for a in args if a is not types.NoneType]
+        return _value(next((a for a in kinds if type(data) is a), kinds[0]), data, where)
+    if origin is Literal:
+        if data not in args or isinstance(data, bool):
+            raise _Mismatch(f"{where}: expected one of {', '.join(map(str, args))}, found {_show(data)}")
+        return data
+    if origin is tuple:
+        if not isinstance(data, list | tuple):
+            raise _Mismatch(f"{where}: expected a list, found {_show(data)}")
+        return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin in (Mapping, dict):
+        if not isinstance(data, Mapping):
+            raise _Mismatch(f"{where}: expected a table, found {_show(data)}")
+        return {str(key): _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(hint, data, where)
+    return _scalar(hint, data, where)
+
+
+_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _scalar(hint: Any, data: object, where: str) -> object:
+    if hint is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if isinstance(data, hint) and (hint is bool or not isinstance(data, bool)):
+        return data
+    raise _Mismatch(f"{where}: expected {_NAMES[hint]}, found {_show(data)}")
+
+
+def _show(data: object) -> str:
+    text = repr(data)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,204 @@
+"""The manifest: what an artifact holds, and the checks that a folder really is that artifact."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from specrt_profiles.codec import decode, encode
+from specrt_profiles.errors import ManifestError
+from specrt_profiles.profile import Precision, Profile
+from specrt_profiles.tensors import TensorSpec
+
+SCHEMA = 1
+MANIFEST_FILE = "manifest.json"
+_FORMAT = "specrt-artifact"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """Size in bytes and SHA-256 of one file of the artifact."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Where the weights of an engine came from."""
+
+    name: str
+    source: str
+    revision: str | None
+    architecture: str
+    licence: str | None
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """How far an exported graph is from its source model, over `num_rows` rows of logits.
+
+    `max_abs_diff` is in logits; `mean_kl` and `max_kl` are KL(source || exported) in nats; `top1_agreement` is
+    the share of rows with the same argmax.
+    """
+
+    num_rows: int
+    max_abs_diff: float
+    mean_kl: float
+    max_kl: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One engine: its files, call shapes and tensor table.
+
+    `exact_widths` are the call widths whose rows were bit-equal on the exporting machine (decided anew on every
+    machine that loads the artifact).
+    """
+
+    dialect: Literal["ort"]
+    file: str
+    reference: str
+    model: ModelInfo
+    precision: Precision
+    capacity: int
+    slots: int
+    prefill_width: int
+    verify_widths: tuple[int, ...]
+    vocab_size: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    parity: Parity
+    exact_widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The artifact's tokens: how many there are, a fingerprint of their content, the ids that end a text.
+
+    `special_tokens` are the named ones (`bos_token`, ...) that a chat template may use.
+    """
+
+    num_tokens: int
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSpec:
+    """A drafter that the artifact offers; a `model` drafter names its engine and the vocabulary it was checked against."""
+
+    kind: Literal["ngram", "model"]
+    engine: str | None = None
+    vocabulary: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    format: Literal["specrt-artifact"] = _FORMAT
+    schema: int = SCHEMA
+    profile: Profile
+    vocabulary: Vocabulary
+    engines: Mapping[str, EngineSpec]
+    drafters: Mapping[str, DrafterSpec]
+    default_drafter: str
+    tools: Mapping[str, str]
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+    @property
+    def target(self) -> EngineSpec:
+        """The engine whose output is the output."""
+        return self.engines["target"]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json, the last file of an artifact to be written."""
+    text = json.dumps(encode(manifest), indent=1, ensure_ascii=False)
+    (folder / MANIFEST_FILE).write_text(text + "\n", "utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of an artifact: schema, types, references between entries, file names and sizes.
+
+    Raises `ManifestError` with the file, what was expected and what was found.
+    """
+    path = folder / MANIFEST_FILE
+    data = _read_json(path)
+    schema = data.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise ManifestError(f"{path}: schema {schema} is newer than {SCHEMA}, the newest this SpecRT reads: upgrade SpecRT")
+    if data.get("format") != _FORMAT or schema != SCHEMA:
+        raise ManifestError(f"{path}: expected format {_FORMAT!r} with schema {SCHEMA}, found {data.get('format')!r} with {schema!r}")
+    if "files" not in data:
+        raise ManifestError(f"{path}: the key 'files' is missing")
+    manifest = decode(Manifest, data, where=str(path), error=ManifestError)
+    _check_references(manifest, path)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise `ManifestError` for the first listed file that is missing, outside the folder or of another size."""
+    for name, entry in manifest.files.items():
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ManifestError(f"{folder / MANIFEST_FILE}: {name!r} is not a plain file name: the manifest was tampered with")
+        path = folder / name
+        if not path.is_file():
+            raise ManifestError(f"{path}: listed in the manifest but missing: copy the whole artifact again")
+        size = path.stat().st_size
+        if size != entry.size:
+            raise ManifestError(f"{path}: expected {entry.size} bytes, found {size}: copy the file again")
+
+
+def check_hashes(folder: Path, manifest: Manifest) -> None:
+    """Raise `ManifestError` for the first listed file whose content has changed."""
+    for name, entry in manifest.files.items():
+        found = sha256_of(folder / name)
+        if found != entry.sha256:
+            raise ManifestError(f"{folder / name}: expected SHA-256 {entry.sha256}, found {found}: copy the file again")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ManifestError(f"{path.parent}: no {path.name} there: expected a folder written by 'specrt export'")
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ManifestError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def _check_references(manifest: Manifest, path: Path) -> None:
+    if "target" not in manifest.engines:
+        raise ManifestError(f"{path}: engines: expected an engine named 'target', found {sorted(manifest.engines)}")
+    for name, engine in manifest.engines.items():
+        for key in ("file", "reference"):
+            if getattr(engine, key) not in manifest.files:
+                raise ManifestError(f"{path}: engines.{name}.{key}: {getattr(engine, key)!r} is not among the listed files")
+    for name, drafter in manifest.drafters.items():
+        if drafter.kind != "model":
+            continue
+        if drafter.engine not in manifest.engines:
+            raise ManifestError(f"{path}: drafters.{name}.engine: no engine is named {drafter.engine!r}")
+        if drafter.vocabulary != manifest.vocabulary.fingerprint:
+            raise ManifestError(
+                f"{path}: drafters.{name}: made for vocabulary {drafter.vocabulary}, the target has "
+                f"{manifest.vocabulary.fingerprint}: add the drafter to this target again"
+            )
+    if manifest.default_drafter not in {*manifest.drafters, "none"}:
+        raise ManifestError(f"{path}: default_drafter: {manifest.default_drafter!r} is not among the drafters")

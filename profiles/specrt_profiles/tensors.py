@@ -1,0 +1,87 @@
+"""The call contract between exported graphs and engines: names, types and shapes of every tensor.
+
+ORT dialect, one call of W tokens that start at position `start` (B = 1 sequence, R rows of logits wanted,
+S = `Profile.slots` KV slots, H heads of D values, V rows of the output matrix):
+
+| tensor | type | shape | content |
+|---|---|---|---|
+| input_ids | int64 | [B, W] | the tokens; rows beyond the last real one hold any valid id |
+| position_ids | int64 | [B, W] | start .. start + W - 1, clamped to the last position the model knows |
+| seqlens_k | int32 | [B] | start + W - 1: the KV length after the call, less one |
+| total_sequence_length | int32 | [] | start + W |
+| logits_indices | int64 | [R] | which of the W rows get logits; R may be 0 |
+| past_key.{i}, past_value.{i} | float32 | [B, H_kv, S, D] | KV buffers of layer i, the first `start` slots valid |
+| logits | float32 | [B, R, V] | |
+| present_key.{i}, present_value.{i} | float32 | [B, H_kv, S, D] | the same buffers, bound in place |
+
+A call writes KV slots start .. start + W - 1 and reads no slot beyond the row's own position, so a rollback is
+only a smaller `start` in the next call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specrt_profiles.profile import Profile
+
+WIDTH = "width"
+ROWS = "rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, element type and shape of one input or output; a string in the shape is a symbolic dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderDims:
+    """Sizes of a decoder: layers, query and KV heads, values per head, rows of the output matrix."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of fp32 KV buffers that hold `num_tokens` tokens."""
+        return 2 * 4 * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
+
+
+def past_names(layer: int) -> tuple[str, str]:
+    """Return the input names of one layer's KV buffers: key, value."""
+    return f"past_key.{layer}", f"past_value.{layer}"
+
+
+def present_names(layer: int) -> tuple[str, str]:
+    """Return the output names of one layer's KV buffers: key, value."""
+    return f"present_key.{layer}", f"present_value.{layer}"
+
+
+def ort_inputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a graph in the ORT dialect, in graph order."""
+    batch = profile.batch_size
+    call = (
+        TensorSpec(name="input_ids", dtype="int64", shape=(batch, WIDTH)),
+        TensorSpec(name="position_ids", dtype="int64", shape=(batch, WIDTH)),
+        TensorSpec(name="seqlens_k", dtype="int32", shape=(batch,)),
+        TensorSpec(name="total_sequence_length", dtype="int32", shape=()),
+        TensorSpec(name="logits_indices", dtype="int64", shape=(ROWS,)),
+    )
+    return call + _kv(dims, profile, past_names)
+
+
+def ort_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a graph in the ORT dialect, in graph order."""
+    shape = (profile.batch_size, ROWS, dims.vocab_size)
+    return (TensorSpec(name="logits", dtype="float32", shape=shape), *_kv(dims, profile, present_names))
+
+
+def _kv(dims: DecoderDims, profile: Profile, names: Callable[[int], tuple[str, str]]) -> tuple[TensorSpec, ...]:
+    shape = (profile.batch_size, dims.num_kv_heads, profile.slots, dims.head_dim)
+    pairs = (names(layer) for layer in range(dims.num_layers))
+    return tuple(TensorSpec(name=name, dtype="float32", shape=shape) for pair in pairs for name in pair)
