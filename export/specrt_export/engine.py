@@ -12,11 +12,11 @@ from specrt_export import graph, parity
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import trace
 from specrt_export.dialect_ort import OrtDialect
-from specrt_export.errors import CheckpointError
+from specrt_export.errors import CheckpointError, ExportError
 from specrt_export.progress import Progress
 from specrt_export.support import TASK
 from specrt_profiles.exactness import find_exact_widths
-from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo
+from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo, Parity
 from specrt_profiles.profile import Profile
 from specrt_profiles.reference import write_reference
 from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
@@ -106,7 +106,7 @@ def _write_graph(model: Any, request: EngineRequest, path: Path, progress: Progr
         return graph.save(traced, path, advance)
 
 
-def _prove(request: EngineRequest, path: Path, texts: list[list[int]], source: list[NDArray[np.float32]]):  # type: ignore[no-untyped-def]
+def _prove(request: EngineRequest, path: Path, texts: list[list[int]], source: list[NDArray[np.float32]]) -> tuple[Parity, tuple[int, ...]]:  # fmt: skip
     """Compare the written graph with the source, and find the widths that give equal bits."""
     profile = request.profile
     runner = parity.GraphRunner(path, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile)
@@ -114,7 +114,10 @@ def _prove(request: EngineRequest, path: Path, texts: list[list[int]], source: l
     parity.check(measured, profile.precision, request.checkpoint.name)
     widths = sorted({*profile.verify_widths, profile.prefill_width})
     exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)
-    return measured, exact.widths
+    ladder = exact.ladder(profile.verify_widths)
+    if not ladder:
+        raise ExportError(f"{request.checkpoint.name}: rows of a call influence each other at every width: not lossless")
+    return measured, ladder
 
 
 def _model_info(checkpoint: Checkpoint, architecture: str) -> ModelInfo:

@@ -35,10 +35,13 @@ class Exactness:
     groups: tuple[tuple[int, ...], ...]
     dependent: tuple[int, ...]
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The largest group: the widths to use together (of two equally large ones, that with the widest call)."""
-        return max(self.groups, key=lambda group: (len(group), max(group)), default=())
+    def ladder(self, verify_widths: Sequence[int]) -> tuple[int, ...]:
+        """Return the verify widths to use together: the group with most of them, the widest of those on a tie.
+
+        Empty if in every width rows depend on each other: then nothing can be promised.
+        """
+        ladders = [tuple(w for w in group if w in verify_widths) for group in self.groups]
+        return max(ladders, key=lambda widths: (len(widths), max(widths, default=0)), default=())
 
 
 def find_exact_widths(forward: Forward, widths: Sequence[int], *, vocab_size: int, capacity: int) -> Exactness:

@@ -1,0 +1,60 @@
+"""Prompt lookup: guess that the text goes on as it did the last time its latest tokens occurred (Saxena 2023)."""
+
+from collections.abc import Sequence
+
+from specrt.acceptance import Proposal
+from specrt.errors import RequestError
+from specrt.sampling import Sampler
+
+DEFAULT_MAX, DEFAULT_MIN = 4, 1
+
+
+class NgramDrafter:
+    """Looks up the longest of the last `max_ngram` .. `min_ngram` tokens that occurred before, most recent place first.
+
+    A guess that reaches the end of the known tokens goes on over itself, so a repeating pattern fills any length. The
+    index grows with the text; a lookup takes time independent of its length.
+    """
+
+    name = "ngram"
+
+    def __init__(self, *, max_ngram: int = DEFAULT_MAX, min_ngram: int = DEFAULT_MIN) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise RequestError(
+                f"prompt_lookup_min, prompt_lookup_max: expected 1 <= min <= max, found {min_ngram} and {max_ngram}"
+            )
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its latest occurrence
+        self._indexed = 0
+
+    def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
+        """Forget earlier requests."""
+        self._next.clear()
+        self._indexed = 0
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        """Guess up to `limit` tokens; none if no n-gram occurred before."""
+        self._index(tokens)
+        for size in self._sizes:
+            if size < len(tokens):
+                follows = self._next.get(tuple(tokens[-size:]))
+                if follows is not None:
+                    return Proposal(_continue(tokens, follows, limit))
+        return Proposal()
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        """Enter all n-grams that are followed by a known token."""
+        for end in range(max(1, self._indexed), len(tokens)):
+            for size in self._sizes:
+                if size <= end:
+                    self._next[tuple(tokens[end - size : end])] = end
+        self._indexed = len(tokens)
+
+
+def _continue(tokens: Sequence[int], follows: int, limit: int) -> tuple[int, ...]:
+    """Copy `limit` tokens from index `follows` on; beyond the end, from the copy itself."""
+    known = list(tokens[follows : follows + limit])
+    period = len(tokens) - follows
+    while len(known) < limit:
+        known.append(known[len(known) - period])
+    return tuple(known)

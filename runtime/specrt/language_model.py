@@ -1,0 +1,244 @@
+"""`specrt.load`: an artifact, ready to generate."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from specrt.drafters import Drafter, NoDrafter
+from specrt.drafters.model import ModelDrafter
+from specrt.drafters.ngram import NgramDrafter
+from specrt.engine import Engine, open_engine
+from specrt.engine_ort import engine_version
+from specrt.errors import BusyError, EngineError
+from specrt.loop import Loop, Token, TokenLogprob
+from specrt.machine import default_cache_dir, remembered_widths
+from specrt.requests import (
+    Options,
+    Prompt,
+    Speculation,
+    check_options,
+    prompt_ids,
+    resolve_sampling,
+    resolve_speculation,
+)
+from specrt.sampling import Sampler, SamplingParams
+from specrt.stats import Statistics
+from specrt.stops import FinishReason, StopRules
+from specrt.text import Tokenizer
+from specrt_profiles.exactness import find_exact_widths
+from specrt_profiles.generation import read_generation
+from specrt_profiles.manifest import read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A finished generation.
+
+    `token_ids` are the generated ones, an end token included; `text` leaves special tokens and the stop string out.
+    finish_reason: `stop` (an end token, stop id or stop string, named in `stop`), `length` (max_tokens), `capacity` or `cancelled`.
+    `logprobs` has an entry per token if they were asked for. `params` are the parameters that were in effect, the seed among them.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop: int | str | None
+    logprobs: tuple[TokenLogprob, ...] | None
+    params: SamplingParams
+    stats: Statistics
+
+
+def load(path: str | Path, *, threads: int | None = None, cache_dir: Path | None = None) -> "LanguageModel":
+    """Open an artifact.
+
+    threads: CPU threads of each engine, None for one per physical core. cache_dir: where measurements about this machine are kept
+    (~/.cache/specrt/machine). The first load on a machine finds out which call widths give the same bits, which takes about
+    80 engine calls. Raises `ManifestError` or `EngineError` for a damaged artifact, `MissingExtraError` without an engine.
+    """
+    return LanguageModel(Path(path), threads=threads, cache_dir=cache_dir or default_cache_dir())
+
+
+class LanguageModel:
+    """A loaded artifact. Serves one request at a time; a second one meanwhile is refused with `BusyError`.
+
+    It may be used from any thread, but belongs to the process that loaded it: engines do not survive a fork. Use it
+    as a context manager or call `close` to release the memory.
+    """
+
+    def __init__(self, folder: Path, *, threads: int | None, cache_dir: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.defaults = read_generation(folder)
+        self.tokenizer = Tokenizer(folder, self.manifest.vocabulary)
+        self._threads, self._clock = threads, clock
+        self._engines: dict[str, Engine] = {}
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._closed = False
+        self.target = self._engine("target")
+        self.target.verify_widths = self._ladder(cache_dir)
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
+        """Generate until a stop rule ends it. prompt: a text, token ids, or chat messages; options: see `Options`."""
+        with self.stream(prompt, **options) as stream:
+            for _ in stream:
+                pass
+            return stream.result
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> "Stream":
+        """Start generating and return an iterator of `Token`, one per token in order; closing it ends the request."""
+        given = check_options(options)
+        self._claim()
+        try:
+            return Stream(self._request(prompt, given, self.target), self._lock.release)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def close(self) -> None:
+        """Release the engines. A request in progress must be closed first."""
+        self._claim()
+        self._closed = True
+        for engine in self._engines.values():
+            engine.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._closed:
+            self.close()
+
+    @property
+    def max_k(self) -> int:
+        """The largest k that can be asked for here."""
+        return self.target.verify_widths[-1] - 1
+
+    def _request(self, prompt: Prompt, given: dict[str, Any], target: Engine) -> "_Request":
+        vocab_size, manifest = self.target.vocab_size, self.manifest
+        ids = prompt_ids(prompt, self.tokenizer, vocab_size=vocab_size, capacity=self.target.capacity)
+        params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
+        how = resolve_speculation(
+            given, drafters=tuple(manifest.drafters), default=manifest.default_drafter,
+            default_k=manifest.profile.num_draft_tokens, max_k=self.max_k,
+        )  # fmt: skip
+        eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
+        end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+        stops = StopRules(params, end_ids=end_ids, room=self.target.capacity - len(ids), detokenizer=self.tokenizer.detokenizer(ids))
+        sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
+        loop = Loop(target, self._drafter(how), sampler, stops, ids, k=how.k, clock=self._clock)
+        return _Request(loop, stops, params)
+
+    def _drafter(self, how: Speculation) -> Drafter:
+        if how.k == 0 or how.drafter == "none":
+            return NoDrafter()
+        if self.manifest.drafters[how.drafter].kind == "ngram":
+            return NgramDrafter(max_ngram=how.prompt_lookup_max, min_ngram=how.prompt_lookup_min)
+        engine = self._engine(str(self.manifest.drafters[how.drafter].engine))
+        return ModelDrafter(engine, vocab_size=self.target.vocab_size)
+
+    def _engine(self, name: str) -> Engine:
+        """Return an engine, opening it at its first use."""
+        if name not in self._engines:
+            self._engines[name] = open_engine(self.folder, self.manifest.engines[name], threads=self._threads)
+        return self._engines[name]
+
+    def _claim(self) -> None:
+        if os.getpid() != self._process:
+            raise BusyError(f"loaded in process {self._process}, used in {os.getpid()}: load the artifact after the fork")
+        if not self._lock.acquire(blocking=False):
+            raise BusyError("another request is in progress: finish or close its stream first, or load the artifact once more")
+        if self._closed:
+            self._lock.release()
+            raise EngineError("the artifact is closed: load it again")
+
+    def _ladder(self, cache_dir: Path) -> tuple[int, ...]:
+        widths = remembered_widths(
+            self.folder, engine=engine_version(), threads=self._threads, cache_dir=cache_dir, measure=self._measure_widths
+        )
+        if not widths:
+            raise EngineError(f"{self.folder}: on this machine rows of a call influence each other at every width: not lossless")
+        return widths
+
+    def _measure_widths(self) -> tuple[int, ...]:
+        spec, target = self.manifest.target, self.target
+        widths = sorted({*spec.verify_widths, spec.prefill_width})
+        found = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
+        return found.ladder(spec.verify_widths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A prepared request: its loop, and what the result will be made of."""
+
+    loop: Loop
+    stops: StopRules
+    params: SamplingParams
+
+
+class Stream(Iterator[Token]):
+    """The tokens of a request as they are committed. `result` is what has been generated so far, final at the end.
+
+    Closing it, leaving its `with` block, or dropping it ends the request and frees the model for the next. `cancel` may be called from
+    another thread: the step in progress is the last.
+    """
+
+    def __init__(self, request: _Request, release: Callable[[], None]) -> None:
+        self._request = request
+        self._tokens = request.loop.run()
+        self._release: Callable[[], None] | None = release
+        self._ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def __next__(self) -> Token:
+        try:
+            token = next(self._tokens)
+        except BaseException:  # StopIteration, an error or an interrupt: this request is over
+            self.close()
+            raise
+        self._ids.append(token.id)
+        self._texts.append(token.text)
+        if token.logprob is not None:
+            self._logprobs.append(token.logprob)
+        return token
+
+    def cancel(self) -> None:
+        """End the request after the step in progress, with finish reason `cancelled`."""
+        self._request.loop.cancel()
+
+    def close(self) -> None:
+        """End the request now. Safe to call again."""
+        if self._release is not None:
+            self._tokens.close()
+            self.cancel()
+            self._release()
+            self._release = None
+
+    @property
+    def result(self) -> Result:
+        """What was generated so far; `finish_reason` is `cancelled` if the request was not run to its end."""
+        request = self._request
+        return Result(
+            text="".join(self._texts),
+            token_ids=tuple(self._ids),
+            finish_reason=request.loop.finish_reason or "cancelled",
+            stop=request.stops.cause,
+            logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
+            params=request.params,
+            stats=request.loop.stats,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,143 @@
+"""The loop: draft, verify, accept, commit.
+
+With n committed tokens, the last of which is not yet in the target's KV buffers:
+
+              before      call                                   after call    then
+  target KV   n - 1       verify [t_last, x_1 .. x_k]            n + k         rollback(n + a) = n' - 1
+  tokens      n           accept -> a in 0 .. k, next token                    n' = n + a + 1
+
+Plain decoding is the drafter that proposes nothing.
+"""
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt.acceptance import Proposal, accept
+from specrt.drafters import Drafter, NoDrafter
+from specrt.engine import Engine
+from specrt.sampling import Sampler, log_probabilities
+from specrt.stats import Statistics
+from specrt.stops import FinishReason, StopRules
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token under the model's own law, and the most probable tokens with theirs."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One committed token: its id, the text it released (may be empty), its log-probability if asked for."""
+
+    id: int
+    text: str
+    logprob: TokenLogprob | None = None
+
+
+class Loop:
+    """One request on a target engine: iterate `run` for its tokens, in order, one at a time."""
+
+    def __init__(
+        self, target: Engine, drafter: Drafter, sampler: Sampler, stops: StopRules, prompt: list[int], *,
+        k: int, clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self.tokens = list(prompt)
+        self.stats = Statistics(drafter=drafter.name, num_prompt_tokens=len(prompt))
+        self.finish_reason: FinishReason | None = stops.exhausted()
+        self._target, self._drafter, self._sampler, self._stops = target, drafter, sampler, stops
+        self._k, self._clock = k, clock
+
+    def run(self) -> Generator[Token, None, None]:
+        """Generate until a stop rule ends it; `finish_reason` and `stats` are final then."""
+        if self.finish_reason is None:
+            self._prefill()
+        while self.finish_reason is None:
+            yield from self._step()
+
+    def cancel(self) -> None:
+        """End after the step in progress."""
+        self.finish_reason = self.finish_reason or "cancelled"
+
+    def _prefill(self) -> None:
+        started = self._clock()
+        self._target.rollback(0)
+        self._target.prefill(self.tokens[:-1])
+        self._guarded(lambda: self._drafter.start(self.tokens, self._sampler))
+        self.stats.prefill_s = self._clock() - started
+
+    def _step(self) -> list[Token]:
+        n = len(self.tokens)
+        assert self._target.kv_length == n - 1
+        started = self._clock()
+        proposal = self._propose(limit=min(self._k, self._stops.remaining() - 1))
+        drafted = self._clock()
+        logits = self._target.verify((self.tokens[-1], *proposal.token_ids))
+        verified = self._clock()
+        verdict = accept(proposal, logits, self._sampler, start=n)
+        block = (*proposal.token_ids[: verdict.num_accepted], verdict.next_token)
+        committed = self._commit(block, logits)
+        self._target.rollback(len(self.tokens) - 1)
+        self._sampler.forget(len(self.tokens))
+        stats = self.stats
+        stats.count(proposed=len(proposal.token_ids), accepted=verdict.num_accepted, committed=len(committed))
+        stats.draft_s += drafted - started
+        stats.verify_s += verified - drafted
+        stats.rest_s += self._clock() - verified
+        return committed
+
+    def _commit(self, block: tuple[int, ...], logits: NDArray[np.float32]) -> list[Token]:
+        """Pass a block's tokens through the stop rules one by one; the first that ends the text is the last."""
+        committed = []
+        for row, token in enumerate(block):
+            text, reason = self._stops.push(token)
+            self.tokens.append(token)
+            committed.append(Token(token, text, self._logprob(logits[row], token)))
+            if reason is not None:
+                self.finish_reason = reason
+                break
+        return committed
+
+    def _propose(self, *, limit: int) -> Proposal:
+        if limit < 1:
+            return Proposal()
+        proposal = self._guarded(lambda: self._checked(self._drafter.propose(self.tokens, limit), limit))
+        self._sampler.rewind(len(self.tokens))  # drafters push their guesses; whatever happened, the prefix is ours again
+        return proposal or Proposal()
+
+    def _checked(self, proposal: Proposal, limit: int) -> Proposal:
+        size, ids, probs = self._target.vocab_size, proposal.token_ids, proposal.probs
+        if len(ids) > limit or not all(0 <= token < size for token in ids):
+            raise ValueError(f"expected at most {limit} ids below {size}, found {ids}")
+        if probs is not None and probs.shape[1:] != (size,) or probs is not None and len(probs) < len(ids):
+            raise ValueError(f"expected probabilities [{len(ids)}, {size}], found {probs.shape}")
+        return proposal
+
+    def _guarded(self, action: Callable[[], _T]) -> _T | None:
+        """Run a drafter; one that fails is dropped for the rest of the request."""
+        try:
+            return action()
+        except Exception:
+            _log.exception("the %s drafter failed; going on without it", self._drafter.name)
+            self.stats.num_drafter_faults += 1
+            self._drafter = NoDrafter()
+            return None
+
+    def _logprob(self, row: NDArray[np.float32], token: int) -> TokenLogprob | None:
+        count = self._sampler.params.logprobs
+        if count is None:
+            return None
+        logprobs = log_probabilities(row)
+        best = np.argsort(-logprobs, kind="stable")[:count]
+        return TokenLogprob(token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in best))

@@ -1,0 +1,164 @@
+"""Options of a request as a user gives them, and their resolution against the artifact's defaults."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from specrt.drafters import ngram
+from specrt.errors import RequestError
+from specrt.sampling import Coupling, SamplingParams
+from specrt.text import Message, Tokenizer
+from specrt_profiles.codec import nearest
+from specrt_profiles.generation import GenerationDefaults
+
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` accept; what is left out (or None) takes the artifact's default.
+
+    temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias ({id: value}),
+    bad_words (texts or id lists), min_tokens, max_tokens, stop (a text or several), stop_token_ids, ignore_eos, seed (a new one each
+    time if left out), stream (number of the sample or chat turn under one seed), logprobs (how many alternatives), coupling: see
+    `SamplingParams`. drafter: `ngram`, `model` or `none`. k: most tokens to propose per step, 0 for plain decoding.
+    prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks up.
+    """
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[str | Sequence[int]] | None
+    min_tokens: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    seed: int | None
+    stream: int | None
+    logprobs: int | None
+    coupling: Coupling | None
+    drafter: str | None
+    k: int | None
+    prompt_lookup_max: int | None
+    prompt_lookup_min: int | None
+
+
+_SAMPLING = tuple(SamplingParams.__dataclass_fields__)
+_FILTERS = ("top_k", "top_p", "min_p")
+_INTEGERS = ("top_k", "min_tokens", "max_tokens", "seed", "stream", "logprobs", "k", "prompt_lookup_max", "prompt_lookup_min")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How a request drafts: the drafter by name, most tokens per proposal, n-gram lengths."""
+
+    drafter: str
+    k: int
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not None; raises `RequestError` for an unknown name or a wrong type."""
+    known = Options.__annotations__
+    for name in options:
+        if name not in known:
+            raise RequestError(f"unknown option {name!r}{nearest(name, known)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _INTEGERS and not (is_number and float(value).is_integer()):
+            raise RequestError(f"{name}: expected a whole number, found {value!r}")
+        if name in _NUMBERS and not is_number:
+            raise RequestError(f"{name}: expected a number, found {value!r}")
+    return given
+
+
+def resolve_sampling(
+    given: Mapping[str, Any], defaults: GenerationDefaults, tokenizer: Tokenizer, *, vocab_size: int
+) -> SamplingParams:
+    """Fill what `given` leaves out from the artifact's defaults.
+
+    A request that sets a filter but no temperature samples at temperature 1 where the default is greedy: a filter would
+    have no meaning otherwise.
+    """
+    values: dict[str, Any] = {name: getattr(defaults, name) for name in GenerationDefaults.__dataclass_fields__ if name in _SAMPLING}
+    values["bad_words"] = defaults.bad_words_ids
+    values |= {name: value for name, value in given.items() if name in _SAMPLING}
+    if values["temperature"] == 0 and "temperature" not in given and any(name in given for name in _FILTERS):
+        values["temperature"] = 1.0
+    if "bad_words" in given:
+        values["bad_words"] = (*defaults.bad_words_ids, *_bad_words(given["bad_words"], tokenizer))
+    stop = values.get("stop", ())
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    values["logit_bias"] = {int(token): float(value) for token, value in dict(values.get("logit_bias", {})).items()}
+    values.setdefault("seed", secrets.randbits(63))
+    params = SamplingParams(**values)
+    ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids,
+           "bad_words": [token for word in params.bad_words for token in word]}  # fmt: skip
+    for name, tokens in ids.items():
+        check_token_ids(tokens, vocab_size, what=name)
+    return params
+
+
+def resolve_speculation(given: Mapping[str, Any], *, drafters: Sequence[str], default: str, default_k: int, max_k: int) -> Speculation:
+    """Fill what `given` leaves out; raises `RequestError` for an unknown drafter or a k above the ladder."""
+    drafter = given.get("drafter", default)
+    if drafter not in (*drafters, "none"):
+        raise RequestError(f"drafter: the artifact has {', '.join((*drafters, 'none'))}, found {drafter!r}")
+    k = int(given.get("k", min(default_k, max_k)))
+    if not 0 <= k <= max_k:
+        raise RequestError(f"k: expected 0 (plain) to {max_k} (the widest verify call less one), found {k}")
+    longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
+    shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
+    return Speculation(drafter=drafter, k=k, prompt_lookup_max=longest, prompt_lookup_min=shortest)
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, capacity: int) -> list[int]:
+    """Return the token ids of a text, of messages, or of token ids; raises `RequestError` if empty or too long."""
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    elif prompt and all(isinstance(item, Mapping) for item in prompt):
+        ids = tokenizer.encode(tokenizer.render(prompt), add_special_tokens=False)  # type: ignore[arg-type]
+    else:
+        ids = [_token_id(item) for item in prompt]
+    if not ids:
+        raise RequestError("the prompt is empty: expected at least one token")
+    if len(ids) > capacity:
+        raise RequestError(f"the prompt has {len(ids)} tokens, the artifact's capacity is {capacity}: shorten it or export with more --capacity")
+    check_token_ids(ids, vocab_size, what="prompt")
+    return ids
+
+
+def check_token_ids(ids: Any, vocab_size: int, *, what: str) -> None:
+    """Raise `RequestError` for an id outside the vocabulary."""
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise RequestError(f"{what}: expected token ids from 0 to {vocab_size - 1}, found {token!r}")
+
+
+def _token_id(item: Any) -> int:
+    try:
+        return int(item.__index__())
+    except AttributeError:
+        raise RequestError(f"prompt: expected a text, token ids or messages, found {type(item).__name__}") from None
+
+
+def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return id sequences; a text is banned at the beginning of a text and after a space."""
+    if isinstance(words, str):
+        raise RequestError("bad_words: expected a list of texts or of id lists, found one text")
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        forms = [tokenizer.encode(lead + word, add_special_tokens=False) for lead in ("", " ")] if isinstance(word, str) else [word]
+        found += [tuple(ids) for ids in forms if tuple(ids) not in found]
+    return found
+

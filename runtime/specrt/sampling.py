@@ -1,0 +1,193 @@
+"""Parameters of a request, and how a row of logits becomes a token under them.
+
+Speculative and plain decoding go through the same functions, one row at a time, each row with its own prefix.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt import processors
+from specrt.acceptance import Chooser, Law
+from specrt.errors import RequestError
+from specrt.noise import Noise, Purpose, gumbel_argmax, inverse_cdf
+from specrt.processors import History
+
+Coupling = Literal["gumbel", "rejection"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Everything that decides the text of a request, resolved: no field is left to a default elsewhere.
+
+    temperature 0 takes the best token, the lowest id on ties. top_k 0, top_p 1, min_p 0 and penalties of 1, 0, 0 are neutral.
+    `bad_words` are token id sequences that must not occur. `coupling` says how sampled tokens and drafts share
+    randomness: with `gumbel` one (seed, stream) gives one text whatever the drafter and k; `rejection` accepts more
+    sampled drafts and keeps the law.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    stream: int = 0
+    logprobs: int | None = None
+    coupling: Coupling = "gumbel"
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem:
+            raise RequestError(problem)
+
+    def _problem(self) -> str | None:
+        limits = (
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "0 (off) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("min_tokens", self.min_tokens >= 0, "0 or more"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "0 or more"),
+            ("seed", 0 <= self.seed < 2**64, "0 to 2**64 - 1"),
+            ("stream", 0 <= self.stream < 2**64, "0 to 2**64 - 1"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 64, "0 to 64"),
+            ("coupling", self.coupling in ("gumbel", "rejection"), "gumbel or rejection"),
+            ("stop", "" not in self.stop, "no empty string"),
+            ("bad_words", () not in self.bad_words, "no empty word"),
+            ("logit_bias", not any(math.isnan(v) or v == math.inf for v in self.logit_bias.values()), "finite values or -inf"),
+        )
+        bad = next(((name, wanted) for name, fine, wanted in limits if not fine), None)
+        return f"{bad[0]}: expected {bad[1]}, found {getattr(self, bad[0])}" if bad else None
+
+
+class KeyedChooser:
+    """Random decisions from keyed uniform numbers: draft and accept by (length, node), the final token by position."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+
+    def accepts(self, target_prob: float, draft_prob: float, *, start: int, node: int) -> bool:
+        """Accept if u * draft < target: no division, and never where the target has nothing."""
+        return self._noise.uniform(Purpose.ACCEPT, start, node) * draft_prob < target_prob
+
+    def token(self, weights: NDArray[np.float64], *, position: int) -> int:
+        """Draw an index for a position by inverse CDF."""
+        return inverse_cdf(weights, self._noise.uniform(Purpose.TOKEN, position))
+
+    def draft(self, weights: NDArray[np.float64], *, start: int, node: int) -> int:
+        """Draw an index for a proposal by inverse CDF."""
+        return inverse_cdf(weights, self._noise.uniform(Purpose.DRAFT, start, node))
+
+
+class Sampler:
+    """Turns rows of logits into tokens for one request; keeps the history that the processors need."""
+
+    def __init__(self, params: SamplingParams, prompt: list[int], *, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        self.params = params
+        self.history = History(prompt)
+        self._noise = Noise(params.seed, params.stream, vocab_size=vocab_size)
+        self.chooser: Chooser = KeyedChooser(self._noise)
+        self._end_words = tuple((token,) for token in end_ids)
+        self._scratch = np.empty(vocab_size)
+        p = params
+        self._counts = bool(p.frequency_penalty or p.presence_penalty)
+        self._adjusts = bool(
+            p.logit_bias or p.bad_words or p.min_tokens or self._counts or p.repetition_penalty != 1.0
+        )  # fmt: skip
+
+    def push(self, token: int) -> None:
+        """Take a token as part of the prefix of the rows to come."""
+        self.history.push(token)
+
+    def rewind(self, length: int) -> None:
+        """Take back the tokens pushed beyond `length`."""
+        while len(self.history.tokens) > length:
+            self.history.pop()
+
+    def pick(self, logits: NDArray[np.float32], *, position: int) -> int:
+        """Return the token for a position from its row of logits [V]."""
+        if self.params.temperature == 0:
+            scores = self._adjusted(logits) if self._adjusts else logits
+            best = int(np.argmax(scores))
+            _check_peak(float(scores[best]))
+            return best
+        ids, scores = self._scores(logits)
+        if self.params.coupling == "gumbel":
+            return gumbel_argmax(scores, ids, self._noise.row(position))
+        index = self.chooser.token(np.exp(scores), position=position)
+        return index if ids is None else int(ids[index])
+
+    def law(self, logits: NDArray[np.float32]) -> Law:
+        """Return the law that a row of logits [V] stands for; all mass on one token at temperature 0."""
+        if self.params.temperature == 0:
+            return Law(np.array([self.pick(logits, position=0)]), np.ones(1))
+        ids, scores = self._scores(logits)
+        weights = np.exp(scores)
+        return Law(ids, weights / weights.sum())
+
+    def forget(self, position: int) -> None:
+        """Let go of random numbers kept for positions before `position`."""
+        self._noise.forget(position)
+
+    def _scores(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+        """Return the surviving ids (None: all) and their scores, (l - max l) / temperature; valid until the next row."""
+        p = self.params
+        scores = self._adjusted(logits)
+        peak = float(scores.max())
+        _check_peak(peak)
+        scores -= peak
+        scores /= p.temperature
+        ids: NDArray[np.int64] | None = None
+        if p.top_k:
+            ids = processors.top_k_ids(scores, p.top_k)
+        for limit, keep, off in ((p.top_p, processors.top_p_ids, 1.0), (p.min_p, processors.min_p_ids, 0.0)):
+            if limit != off:
+                ids = keep(scores, limit) if ids is None else ids[keep(scores[ids], limit)]
+        return ids, scores if ids is None else scores[ids]
+
+    def _adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        p, scores = self.params, self._scratch
+        scores[:] = logits
+        if not self._adjusts:
+            return scores
+        processors.add_bias(scores, p.logit_bias)
+        if p.repetition_penalty != 1.0:
+            processors.penalize_repetition(scores, self.history, p.repetition_penalty)
+        if self._counts:
+            processors.penalize_counts(scores, self.history, frequency=p.frequency_penalty, presence=p.presence_penalty)
+        processors.ban(scores, p.bad_words, self.history)
+        if self.history.num_output < p.min_tokens:
+            processors.ban(scores, self._end_words, self.history)
+        return scores
+
+
+def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return log-softmax [V] of a row as the model gave it, before any processor."""
+    wide: Any = logits.astype(np.float64)
+    wide -= wide.max()
+    result: NDArray[np.float64] = wide - np.log(np.exp(wide).sum())
+    return result
+
+
+def _check_peak(peak: float) -> None:
+    if not math.isfinite(peak):
+        raise RequestError(
+            f"no token is left to choose (best score {peak}): logit_bias and bad_words forbid all, or the model gave no number"
+        )
