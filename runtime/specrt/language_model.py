@@ -91,10 +91,14 @@ class LanguageModel:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> "Stream":
         """Start generating and return an iterator of `Token`, one per token in order; closing it ends the request."""
+        return self.start(prompt, options)
+
+    def start(self, prompt: Prompt, options: Options, *, target: Engine | None = None) -> "Stream":
+        """Do what `stream` does with options in a dict; `target` runs the request on another view of the target (for benchmarks)."""
         given = check_options(options)
         self._claim()
         try:
-            return Stream(self._request(prompt, given, self.target), self._lock.release)
+            return Stream(self._request(prompt, given, target or self.target), self._lock.release)
         except BaseException:
             self._lock.release()
             raise

@@ -1,0 +1,139 @@
+"""`specrt check`: does an artifact compute on this machine what its source model computed, and do its rows keep their bits?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt.engine import Engine, open_engine
+from specrt_profiles.exactness import Exactness, find_exact_widths
+from specrt_profiles.manifest import EngineSpec, check_hashes, read_manifest
+from specrt_profiles.reference import ReferenceText, read_reference
+
+_SLACK = 2.0  # other processors round differently: up to twice the distance measured at export is accepted
+_FLOOR_KL, _FLOOR_DIFF = 1e-6, 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCheck:
+    """Distance of one engine from its source over the reference rows, and its bit-equal widths, on this machine.
+
+    `max_abs_diff` and `mean_kl` are over the 64 most probable tokens of each row and all tokens of the rows kept whole.
+    """
+
+    name: str
+    num_rows: int
+    max_abs_diff: float
+    mean_kl: float
+    top1_agreement: float
+    exported_max_abs_diff: float
+    exported_mean_kl: float
+    groups: tuple[tuple[int, ...], ...]
+    dependent: tuple[int, ...]
+    ladder: tuple[int, ...]
+    needs_exact_rows: bool
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, in words."""
+        found = []
+        if not self.mean_kl <= _SLACK * self.exported_mean_kl + _FLOOR_KL:
+            found.append(f"{self.name}: mean KL {self.mean_kl:.3g}, at export {self.exported_mean_kl:.3g}")
+        if not self.max_abs_diff <= _SLACK * self.exported_max_abs_diff + _FLOOR_DIFF:
+            found.append(f"{self.name}: logits differ by up to {self.max_abs_diff:.3g}, at export {self.exported_max_abs_diff:.3g}")
+        if self.needs_exact_rows and not self.ladder:
+            found.append(f"{self.name}: rows of a call influence each other at every width")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The result of a check."""
+
+    artifact: str
+    num_files: int
+    engines: tuple[EngineCheck, ...] = field(default=())
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, in words; empty if nothing is."""
+        return [problem for engine in self.engines for problem in engine.problems]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report for JSON."""
+        names = EngineCheck.__dataclass_fields__
+        engines = [{name: getattr(engine, name) for name in names} for engine in self.engines]
+        return {"artifact": self.artifact, "num_files": self.num_files, "engines": engines, "problems": self.problems}
+
+
+def check_artifact(folder: Path, *, threads: int | None = None) -> CheckReport:
+    """Verify every hash, replay the reference of every engine, and group call widths by the bits they give.
+
+    Raises `ManifestError` for a damaged artifact; a distance that is too large is reported, not raised.
+    """
+    manifest = read_manifest(folder)
+    check_hashes(folder, manifest)
+    engines = []
+    for name, spec in manifest.engines.items():
+        engine = open_engine(folder, spec, threads=threads)
+        try:
+            engines.append(_check_engine(name, engine, spec, folder))
+        finally:
+            engine.close()
+    return CheckReport(artifact=str(folder), num_files=len(manifest.files), engines=tuple(engines))
+
+
+def _check_engine(name: str, engine: Engine, spec: EngineSpec, folder: Path) -> EngineCheck:
+    texts = read_reference(folder / spec.reference)
+    distances = [_distance(text, replay(engine, text.ids.tolist())) for text in texts]
+    diffs, kls, same = (np.concatenate(parts) for parts in zip(*distances, strict=True))
+    widths = sorted({*spec.verify_widths, spec.prefill_width})
+    exact: Exactness = find_exact_widths(engine.forward, widths, vocab_size=engine.vocab_size, capacity=engine.capacity)
+    return EngineCheck(
+        name=name, num_rows=len(kls), max_abs_diff=float(diffs.max()), mean_kl=float(kls.mean()),
+        top1_agreement=float(same.mean()), exported_max_abs_diff=spec.parity.max_abs_diff,
+        exported_mean_kl=spec.parity.mean_kl, groups=exact.groups, dependent=exact.dependent,
+        ladder=exact.ladder(spec.verify_widths), needs_exact_rows=name == "target",
+    )  # fmt: skip
+
+
+def replay(engine: Engine, ids: Sequence[int]) -> NDArray[np.float32]:
+    """Return the engine's logits [n - s, V] of all tokens after a prefill of s = max(1, n // 3), in verify calls of every width.
+
+    Each call is made twice: first with the text's tokens shifted by one, as if a proposal had been rejected, then
+    after a rollback with the right ones.
+    """
+    start = max(1, len(ids) // 3)
+    engine.rollback(0)
+    engine.prefill(ids[:start])
+    rows, number = [], 0
+    while start < len(ids):
+        width = engine.verify_widths[number % len(engine.verify_widths)]
+        piece = ids[start : start + width]
+        engine.verify([*piece[1:], piece[0]])
+        engine.rollback(start)
+        rows.append(engine.verify(piece).copy())
+        start, number = start + len(piece), number + 1
+    return np.concatenate(rows)
+
+
+def _distance(text: ReferenceText, rows: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return per row: largest logit difference, KL over the most probable tokens, whether the best token agrees."""
+    first = len(text.ids) - len(rows)
+    top_ids, top = text.top_ids[first:], text.top[first:].astype(np.float64)
+    ours = np.take_along_axis(rows, top_ids, -1).astype(np.float64)
+    wide = rows.astype(np.float64)
+    peak = wide.max(-1, keepdims=True)
+    ours_logsumexp = (peak + np.log(np.exp(wide - peak).sum(-1, keepdims=True)))[:, 0]
+    log_p = top - text.logsumexp[first:, None]
+    log_q = ours - ours_logsumexp[:, None]
+    diffs = np.abs(ours - top).max(-1)
+    for row, full in zip(text.full_rows, text.full, strict=True):
+        if row >= first:
+            diffs[row - first] = np.abs(rows[row - first] - full).max()
+    kl = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(-1), 0.0)
+    best = np.take_along_axis(top_ids, top.argmax(-1)[:, None], -1)[:, 0]
+    return diffs, kl, rows.argmax(-1) == best
