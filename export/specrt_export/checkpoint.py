@@ -11,7 +11,16 @@ from specrt_export.catalogue import catalogue, fetch
 from specrt_export.errors import CheckpointError, UnsupportedModelError
 from specrt_profiles.codec import nearest
 
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICEN[CS]E*", "NOTICE*", "README.md"]
+_HUB_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "LICEN[CS]E*",
+    "NOTICE*",
+    "README.md",
+]
 _HUB_SKIP = ["original/*", "onnx/*", "*.onnx*"]
 _TRAVELLING = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "README*")
 
@@ -58,20 +67,32 @@ def resolve(model: str, *, revision: str | None, cache_dir: Path, on_bytes: Call
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not path.parent.is_dir():
         folder = _download_hub(model, revision)
         return _directory(model, folder, source=f"hub:{model}", revision=revision)
-    raise CheckpointError(f"unknown model {model!r}{nearest(model, known)}; give a built-in name, a hub id, a directory or a .gguf file")
+    raise CheckpointError(
+        f"unknown model {model!r}{nearest(model, known)}; give a built-in name, a hub id, a directory or a .gguf file"
+    )
 
 
 def _directory(name: str, folder: Path, *, source: str, revision: str | None) -> Checkpoint:
     config = _read_config(folder)
     if "auto_map" in config and not _is_native(config):
-        raise UnsupportedModelError(f"{name}: its Python code would have to be trusted (trust_remote_code), which SpecRT never does: choose a model that transformers contains")
+        raise UnsupportedModelError(
+            f"{name}: needs its own Python code (trust_remote_code), which is never run: choose a model that "
+            "transformers contains"
+        )
     if "quantization_config" in config:
-        raise UnsupportedModelError(f"{name}: already quantised ({config['quantization_config'].get('quant_method')}): export the original weights with --precision")
+        raise UnsupportedModelError(f"{name}: already quantised: export the original weights with --precision")
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        raise CheckpointError(f"{folder}: expected *.safetensors weights, found none (pickled weights are not read: convert them to safetensors)")
+        raise CheckpointError(
+            f"{folder}: expected *.safetensors weights, found none (pickles are not read: convert them to safetensors)"
+        )
     sizes = [_safetensors_sizes(shard) for shard in shards]
-    documents = {p.name: p.read_text("utf-8", "replace") for pattern in _TRAVELLING for p in sorted(folder.glob(pattern)) if p.is_file()}
+    documents = {
+        p.name: p.read_text("utf-8", "replace")
+        for pattern in _TRAVELLING
+        for p in sorted(folder.glob(pattern))
+        if p.is_file()
+    }
     return Checkpoint(
         name=name, source=source, directory=folder, gguf_file=None, revision=revision,
         licence=_licence_of_card(documents.get("README.md", "")), documents=documents,
@@ -135,7 +156,9 @@ def _safetensors_sizes(path: Path) -> tuple[int, int]:
         with safe_open(path, framework="np") as file:
             shapes = [file.get_slice(key).get_shape() for key in file.keys()]  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file ({_first_line(error)}): download it again") from None
+        raise CheckpointError(
+            f"{path}: not a readable safetensors file ({_first_line(error)}): download it again"
+        ) from None
     count = 0
     for shape in shapes:
         size = 1
@@ -152,18 +175,28 @@ def _licence_of_card(text: str) -> str | None:
 
 def _download_hub(repo: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP))
     except GatedRepoError:
-        raise CheckpointError(f"{repo} is gated: accept its terms on its page, then run  hf auth login  and export again") from None
+        raise CheckpointError(
+            f"{repo} is gated: accept its terms on its page, then run  hf auth login  and export again"
+        ) from None
     except RepositoryNotFoundError:
         raise CheckpointError(f"no repository {repo} on the hub (a private one needs  hf auth login)") from None
     except RevisionNotFoundError:
         raise CheckpointError(f"{repo} has no revision {revision!r}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"cannot reach the hub for {repo} ({_first_line(error)}): download it elsewhere and give the directory") from None
+        raise CheckpointError(
+            f"cannot reach the hub for {repo} ({_first_line(error)}): download it elsewhere and give the directory"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:

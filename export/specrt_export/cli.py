@@ -29,17 +29,39 @@ Examples:
   specrt export --add-to artifacts/smollm2 --draft ./my-draft -o artifacts/smollm2-drafted""")  # fmt: skip
 @click.argument("model", required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--draft", default="ngram", show_default=True, metavar="MODEL|ngram|none", help="The artifact's default drafter.")
-@click.option("--profile", default="cpu", show_default=True, metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.")
-@click.option("--precision", type=click.Choice(["fp32", "int8", "int4"]), help="Weights of the target.  [default: the profile's]")
-@click.option("--draft-precision", type=click.Choice(["fp32", "int8", "int4"]), help="Weights of a draft model.  [default: the profile's]")
+@click.option(
+    "--draft", default="ngram", show_default=True, metavar="MODEL|ngram|none", help="The artifact's default drafter."
+)
+@click.option(
+    "--profile",
+    default="cpu",
+    show_default=True,
+    metavar="NAME|FILE",
+    help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.",
+)
+@click.option(
+    "--precision", type=click.Choice(["fp32", "int8", "int4"]), help="Weights of the target.  [default: the profile's]"
+)
+@click.option(
+    "--draft-precision",
+    type=click.Choice(["fp32", "int8", "int4"]),
+    help="Weights of a draft model.  [default: the profile's]",
+)
 @click.option("--capacity", type=int, help="Longest sequence in tokens.  [default: the profile's]")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
-@click.option("--add-to", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Copy this artifact and give the copy the --draft.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept.")
+@click.option(
+    "--add-to",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Copy this artifact and give the copy the --draft.",
+)
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-def export_command(model: str | None, out: Path, draft: str, profile: str, precision: str | None, draft_precision: str | None,
-                   capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool) -> None:  # fmt: skip
+def export_command(
+    model: str | None, out: Path, draft: str, profile: str, precision: str | None, draft_precision: str | None,
+    capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool,
+) -> None:  # fmt: skip
     """Turn MODEL into an artifact.
 
     MODEL is a built-in name (see 'specrt models'), a hub id, a transformers directory with safetensors, or a GGUF
@@ -65,15 +87,22 @@ Examples:
   specrt models
   specrt models --json""")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept.")
+@click.option(
+    "--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept."
+)
 def models_command(as_json: bool, cache_dir: Path) -> None:
     """List the models that 'specrt export' knows by name."""
     from specrt_export.catalogue import catalogue
 
     rows = [
-        {"name": name, "megabytes": round(entry.size / 1e6), "cached": entry.path(cache_dir).is_file(), "description": entry.description}
+        {
+            "name": name,
+            "megabytes": round(entry.size / 1e6),
+            "cached": entry.path(cache_dir).is_file(),
+            "description": entry.description,
+        }
         for name, entry in catalogue().items()
-    ]  # fmt: skip
+    ]
     if as_json:
         click.echo(json.dumps(rows))
         return

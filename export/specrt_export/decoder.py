@@ -59,12 +59,16 @@ class AttentionOptions:
 class Dialect(Protocol):
     """Emits one layer's attention in the target operators."""
 
-    def attention(self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions) -> torch.Tensor:
+    def attention(
+        self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions
+    ) -> torch.Tensor:
         """Return [B, W, H, D] for query [B, H, W, D], key and value [B, H_kv, W, D]; store `call.present[layer]`."""
         ...
 
 
-def trace(model: nn.Module, dims: DecoderDims, profile: Profile, dialect: Dialect) -> tuple[ir.Model, dict[str, torch.Tensor]]:
+def trace(
+    model: nn.Module, dims: DecoderDims, profile: Profile, dialect: Dialect
+) -> tuple[ir.Model, dict[str, torch.Tensor]]:
     """Return the traced graph and the weights by initializer name.
 
     The graph has the inputs and outputs of `specrt_profiles.tensors`; its initializers that are weights hold
@@ -85,13 +89,13 @@ def trace(model: nn.Module, dims: DecoderDims, profile: Profile, dialect: Dialec
     return program.model, {f"decoder.{name}": tensor for name, tensor in weights.items()}
 
 
-class _PassThrough(Cache):
+class _PassThrough(Cache):  # type: ignore[misc]
     """A cache that returns what it is given: the attention operator does the storing."""
 
     is_compileable = False
 
     def __init__(self) -> None:
-        self.layers = []
+        self.layers: list[Any] = []
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> _Pair:
         return key_states, value_states
@@ -107,7 +111,7 @@ class _Wrapper(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.call: Call | None = None
-        self.rows: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
         # transformers renamed the argument; both names are tried so that either release works
         known = inspect.signature(decoder.forward).parameters
         self._cache = "cache" if "cache" in known else "past_key_values"
@@ -117,11 +121,16 @@ class _Wrapper(nn.Module):
         total_sequence_length: torch.Tensor, logits_indices: torch.Tensor, past: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         self.call = Call(position_ids, seqlens_k, total_sequence_length, list(zip(past[::2], past[1::2], strict=True)))
-        self.rows = logits_indices
+        self._rows = logits_indices
         cache = {self._cache: _PassThrough()}
         out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=True, **cache)
         present = [self.call.present[layer] for layer in range(len(self.call.past))]
         return (out.logits, *(tensor for pair in present for tensor in pair))
+
+    def rows_wanted(self) -> torch.Tensor:
+        """Return the rows of the call being traced that get logits."""
+        assert self._rows is not None
+        return self._rows
 
 
 def _export(wrapper: nn.Module, dims: DecoderDims, profile: Profile) -> torch.onnx.ONNXProgram:
@@ -178,13 +187,15 @@ def _replaced(model: Any, wrapper: _Wrapper, dims: DecoderDims, profile: Profile
         model.set_attn_implementation(_ATTENTION)
         stack.callback(model.set_attn_implementation, implementation)
         hook = model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, inputs: (torch.index_select(inputs[0], 1, wrapper.rows),)
+            lambda _, inputs: (torch.index_select(inputs[0], 1, wrapper.rows_wanted()),)
         )
         stack.callback(hook.remove)
         yield
 
 
-def _swap_rotary(model: nn.Module, dims: DecoderDims, profile: Profile, stack: contextlib.ExitStack) -> list[RotaryTable]:
+def _swap_rotary(
+    model: nn.Module, dims: DecoderDims, profile: Profile, stack: contextlib.ExitStack
+) -> list[RotaryTable]:
     apply = next((vars(m)[_ROTATE] for m in _modeling_modules(model)), None)
     tables: list[RotaryTable] = []
     for name, module in list(model.named_modules()):
@@ -205,10 +216,10 @@ def _modeling_modules(model: nn.Module) -> list[ModuleType]:
 
 
 def _rotation(original: Any, tables: list[RotaryTable], wrapper: _Wrapper, dims: DecoderDims) -> Any:
-    def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> _Pair:  # fmt: skip
+    def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, *args: Any, **kwargs: Any) -> _Pair:
         found = next((rotary for table in tables if (rotary := table.rotary(cos)) is not None), None)
         if found is None or query.shape[-1] != dims.head_dim:
-            rotated: _Pair = original(query, key, cos, sin, *args, **kwargs)
+            rotated: _Pair = original(query, key, cos, *args, **kwargs)
             return rotated
         assert wrapper.call is not None
         wrapper.call.rotary = found  # the layer's attention, which comes next, rotates
@@ -224,7 +235,9 @@ def _attention(wrapper: _Wrapper, dialect: Dialect) -> Any:
         s_aux: torch.Tensor | None = None, **_: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         if s_aux is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} cannot be exported: its attention sinks are not supported")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} cannot be exported: its attention sinks are not supported"
+            )
         call = wrapper.call
         assert call is not None
         options = AttentionOptions(

@@ -1,5 +1,7 @@
 """The ORT dialect: attention as com.microsoft.GroupQueryAttention over KV buffers that are bound in place."""
 
+from typing import Any
+
 import torch
 import torch.onnx
 
@@ -13,14 +15,16 @@ class OrtDialect:
     def __init__(self, profile: Profile) -> None:
         self._capacity = profile.capacity
 
-    def attention(self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions) -> torch.Tensor:
+    def attention(
+        self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions
+    ) -> torch.Tensor:
         """Return [B, W, H, D] and store the layer's buffers; see `Dialect.attention` for the shapes."""
         query, key, value = qkv
         batch, heads, width, size = query.shape
         past = call.past[layer]
         flat = [x.transpose(1, 2).reshape(batch, width, x.shape[1] * size) for x in (query, key, value)]
         inputs: list[torch.Tensor | None] = [*flat, *past, call.seqlens_k, call.total_sequence_length]
-        attributes = {
+        attributes: dict[str, Any] = {
             "num_heads": heads,
             "kv_num_heads": key.shape[1],
             "scale": options.scale,

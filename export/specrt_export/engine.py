@@ -65,8 +65,10 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
     gc.collect()  # the session that checks parity may need the memory
     with progress.step(f"{name}: parity and row exactness"):
         measured, exact = _prove(request, path, texts, source)
-    progress.say(f"    max |diff| {measured.max_abs_diff:.2g}, mean KL {measured.mean_kl:.2g}, "
-                 f"top-1 {measured.top1_agreement:.1%}; bit-equal widths {', '.join(map(str, exact)) or 'none'}")  # fmt: skip
+    progress.say(
+        f"    max |diff| {measured.max_abs_diff:.2g}, mean KL {measured.mean_kl:.2g}, "
+        f"top-1 {measured.top1_agreement:.1%}; bit-equal widths {', '.join(map(str, exact))}"
+    )
     spec = EngineSpec(
         dialect="ort", file=path.name, reference=reference.name, precision=profile.precision,
         model=_model_info(request.checkpoint, architecture), capacity=profile.capacity, slots=profile.slots,
@@ -106,7 +108,9 @@ def _write_graph(model: Any, request: EngineRequest, path: Path, progress: Progr
         return graph.save(traced, path, advance)
 
 
-def _prove(request: EngineRequest, path: Path, texts: list[list[int]], source: list[NDArray[np.float32]]) -> tuple[Parity, tuple[int, ...]]:  # fmt: skip
+def _prove(
+    request: EngineRequest, path: Path, texts: list[list[int]], source: list[NDArray[np.float32]]
+) -> tuple[Parity, tuple[int, ...]]:
     """Compare the written graph with the source, and find the widths that give equal bits."""
     profile = request.profile
     runner = parity.GraphRunner(path, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile)
@@ -116,7 +120,9 @@ def _prove(request: EngineRequest, path: Path, texts: list[list[int]], source: l
     exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)
     ladder = exact.ladder(profile.verify_widths)
     if not ladder:
-        raise ExportError(f"{request.checkpoint.name}: rows of a call influence each other at every width: not lossless")
+        raise ExportError(
+            f"{request.checkpoint.name}: rows of a call influence each other at every width: not lossless"
+        )
     return measured, ladder
 
 

@@ -18,15 +18,17 @@ _FOLD_LIMIT = 4096  # values; weights are far larger and must stay lazy
 _ALIGNMENT = 4096  # bytes, so that every large tensor can be memory-mapped
 _INLINE_LIMIT = 256  # bytes; smaller constants stay in the graph file
 
-# Operators that treat every row of a call by itself (reductions are checked for their axis). Anything else might let
-# a rejected token change the rows before it.
-_ROW_WISE = frozenset(
-    """Abs Add Cast Clip Concat Constant Cos Div Equal Erf Exp Expand Floor FusedMatMul Gather GatherBlockQuantized
-    GatherElements GatherND Gelu Gemm GreaterOrEqual Greater GroupQueryAttention Identity LayerNormalization LessOrEqual
-    Less Log MatMul MatMulNBits Max Min Mod Mul Neg Not Or And Pow RMSNormalization Range Reciprocal ReduceMax
-    ReduceMean ReduceSum Relu Reshape RotaryEmbedding ScatterElements Shape Sigmoid Sign Sin Slice Softmax Softplus
-    Split Sqrt Squeeze Sub Swish Tanh TopK Transpose Tile Unsqueeze Where""".split()
-)
+# Operators that treat every row of a call by itself; anything else might let a rejected token change the rows before
+# it. Those in _ALONG_AXIS do so if they work along the last axis. The row-exactness test has the final word.
+_ALONG_AXIS = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "Softmax", "TopK"})
+_ROW_WISE = _ALONG_AXIS | {
+    "Abs", "Add", "And", "Cast", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
+    "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
+    "GreaterOrEqual", "GroupQueryAttention", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
+    "MatMulNBits", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Range", "Reciprocal",
+    "Relu", "Reshape", "ScatterElements", "Shape", "Sigmoid", "Sign", "Sin", "Slice", "Softplus", "Split", "Sqrt",
+    "Squeeze", "Sub", "Swish", "Tanh", "Tile", "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
 
 
 def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision) -> None:
@@ -45,8 +47,10 @@ def lint(graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorS
     Raises `UnsupportedModelError` for an operator that may mix rows, `ExportError` for another name or shape.
     """
     for node in graph:
-        if node.op_type not in _ROW_WISE:
-            raise UnsupportedModelError(f"operator {node.op_type} ({node.name}) may let rows of a call influence each other")
+        if node.op_type not in _ROW_WISE or (node.op_type in _ALONG_AXIS and not _on_last_axis(node)):
+            raise UnsupportedModelError(
+                f"operator {node.op_type} ({node.name}) may let rows of a call influence each other"
+            )
     for what, values, specs in (("input", graph.inputs, inputs), ("output", graph.outputs, outputs)):
         found = [(value.name, _dtype(value), _dims(value)) for value in values]
         wanted = [(spec.name, spec.dtype, len(spec.shape)) for spec in specs]
@@ -73,19 +77,24 @@ def save(model: ir.Model, path: Path, on_bytes: Callable[[int], None]) -> dict[s
             assert tensor is not None
             if tensor.nbytes <= _INLINE_LIMIT:
                 continue
-            shared = value.metadata_props.pop(SAME_BYTES, None)
-            if shared is None:
-                padding = bytes(-offset % _ALIGNMENT)
-                content = tensor.tobytes()
+            key = value.metadata_props.pop(SAME_BYTES, name)
+            if key not in places:
+                padding, content = bytes(-offset % _ALIGNMENT), tensor.tobytes()
                 for piece in (padding, content):
                     file.write(piece)
                     digest.update(piece)
-                places[name] = (offset + len(padding), len(content))
+                places[key] = (offset + len(padding), len(content))
                 offset += len(padding) + len(content)
-                on_bytes(len(padding) + len(content))
-            start, length = places[shared or name]
+                on_bytes(len(content))
+            start, length = places[key]
             value.const_value = ir.ExternalTensor(
-                data.name, start, length, tensor.dtype, shape=ir.Shape(tensor.shape), name=name, base_dir=path.parent
+                data.name,
+                start,
+                length,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+                base_dir=path.parent,
             )
     ir.save(model, path)
     return {data.name: digest.hexdigest(), path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -93,8 +102,21 @@ def save(model: ir.Model, path: Path, on_bytes: Callable[[int], None]) -> dict[s
 
 def data_bytes(model: ir.Model) -> int:
     """Return how many bytes `save` will write for the weights, alignment left out."""
-    values = model.graph.initializers.values()
-    return sum(v.const_value.nbytes for v in values if v.const_value is not None and SAME_BYTES not in v.metadata_props)
+    sizes = {
+        value.metadata_props.get(SAME_BYTES, name): value.const_value.nbytes
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None
+    }
+    return sum(size for size in sizes.values() if size > _INLINE_LIMIT)
+
+
+def _on_last_axis(node: ir.Node) -> bool:
+    axes = [node.attributes.get_int("axis", -1)]
+    if node.op_type.startswith("Reduce"):
+        given = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None
+        axes = [] if given is None else given.numpy().reshape(-1).tolist()
+    rank = len(node.inputs[0].shape) if node.inputs[0] is not None and node.inputs[0].shape is not None else 0
+    return axes in ([-1], [rank - 1])
 
 
 def _drop_idle_reshapes(graph: ir.Graph) -> None:

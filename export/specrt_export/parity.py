@@ -23,10 +23,11 @@ from specrt_profiles.tensors import TensorSpec
 TEXTS = (
     "The river rose three feet overnight. By morning the lower meadow was a lake, and the sheep had been moved to the "
     "barn behind Mr. Havel's house; nobody could say when the road to town would open again.",
-    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return total / len(values)\n\n"
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n\n"
     "def variance(values):\n    m = mean(values)\n    return mean([(v - m) ** 2 for v in values])\n",
-    "Question: A train leaves at 9:40 and arrives at 12:05. How long is the trip?\nAnswer: From 9:40 to 12:00 is 2 hours "
-    "20 minutes, plus 5 minutes: 2 hours 25 minutes.",
+    "Question: A train leaves at 9:40 and arrives at 12:05. How long is the trip?\nAnswer: From 9:40 to 12:00 is "
+    "2 hours 20 minutes, plus 5 minutes: 2 hours 25 minutes.",
     "今天天气很好，我们去公园散步吧。 The word for 'park' is 公园 (gōngyuán). 🌳",
 )  # fmt: skip
 _LENGTH = 96  # tokens per text
@@ -34,17 +35,17 @@ _LENGTH = 96  # tokens per text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a precision may cost: mean KL in nats, least top-1 agreement, largest difference of a logit (if bounded)."""
+    """What a precision may cost: mean KL in nats, and where they are bounded, top-1 agreement and logit difference."""
 
     mean_kl: float
-    top1_agreement: float
-    max_abs_diff: float | None = None
+    top1_agreement: float = 0.0
+    max_abs_diff: float = float("inf")
 
 
 BOUNDS: dict[Precision, Bounds] = {
     "fp32": Bounds(mean_kl=1e-6, top1_agreement=0.99, max_abs_diff=5e-3),
-    "int8": Bounds(mean_kl=0.05, top1_agreement=0.90),
-    "int4": Bounds(mean_kl=1.0, top1_agreement=0.55),
+    "int8": Bounds(mean_kl=0.05),
+    "int4": Bounds(mean_kl=1.0),
 }
 
 
@@ -70,13 +71,19 @@ def source_logits(model: nn.Module, texts: Sequence[Sequence[int]]) -> list[NDAr
 class GraphRunner:
     """Runs an exported graph in calls of any width, KV buffers bound in place; serves parity and exactness."""
 
-    def __init__(self, path: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], profile: Profile) -> None:
+    def __init__(
+        self, path: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], profile: Profile
+    ) -> None:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
         self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        kv = [ort.OrtValue.ortvalue_from_numpy(np.zeros(spec.shape, spec.dtype)) for spec in inputs if "past" in spec.name]
+        kv = [
+            ort.OrtValue.ortvalue_from_numpy(np.zeros([int(d) for d in spec.shape], spec.dtype))
+            for spec in inputs
+            if "past" in spec.name
+        ]
         self._past = list(zip((spec.name for spec in inputs if "past" in spec.name), kv, strict=True))
         self._present = list(zip((spec.name for spec in outputs if "present" in spec.name), kv, strict=True))
         self._last = profile.capacity - 1
@@ -96,13 +103,18 @@ class GraphRunner:
         binding.bind_output("logits")
         for name, value in self._present:
             binding.bind_ortvalue_output(name, value)
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except RuntimeError as error:
+            raise ExportError(
+                f"ONNX Runtime cannot run the graph: {str(error).strip().splitlines()[0][:200]}"
+            ) from None
         logits: NDArray[np.float32] = binding.get_outputs()[0].numpy()[0, : len(token_ids)]
         return logits
 
 
 def graph_logits(runner: GraphRunner, ids: Sequence[int], profile: Profile) -> NDArray[np.float32]:
-    """Return the graph's logits [n, V] over prefill, verify calls of every width, and a rollback before each of them."""
+    """Return the graph's logits [n, V] over prefill and verify calls of every width, with a rollback before each."""
     rng = np.random.default_rng(0)
     start = min(profile.prefill_width, max(1, len(ids) // 3))
     rows = [runner(ids[:start], 0, profile.prefill_width)]
@@ -142,7 +154,7 @@ def check(parity: Parity, precision: Precision, what: str) -> None:
         problems.append(f"mean KL {parity.mean_kl:.3g} (at most {bounds.mean_kl:g})")
     if parity.top1_agreement < bounds.top1_agreement:
         problems.append(f"top-1 agreement {parity.top1_agreement:.3f} (at least {bounds.top1_agreement:g})")
-    if bounds.max_abs_diff is not None and not parity.max_abs_diff <= bounds.max_abs_diff:
+    if not parity.max_abs_diff <= bounds.max_abs_diff:
         problems.append(f"largest logit difference {parity.max_abs_diff:.3g} (at most {bounds.max_abs_diff:g})")
     if problems:
         raise ExportError(f"{what} at {precision} does not match its source: {', '.join(problems)}")
@@ -170,7 +182,9 @@ def _upcast(model: nn.Module) -> Iterator[None]:
             if parameter in kept:
                 parameter.data = kept.pop(parameter)
 
-    hooks = [hook for m in model.modules() for hook in (m.register_forward_pre_hook(widen), m.register_forward_hook(restore))]
+    hooks = [
+        hook for m in model.modules() for hook in (m.register_forward_pre_hook(widen), m.register_forward_hook(restore))
+    ]
     try:
         yield
     finally:

@@ -59,7 +59,8 @@ def _pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return values
     if values.shape[-1] % 2:
         values = np.concatenate([values, np.zeros((*values.shape[:-1], 1), np.uint8)], axis=-1)
-    return values[..., 0::2] | (values[..., 1::2] << 4)
+    packed: NDArray[np.uint8] = values[..., 0::2] | (values[..., 1::2] << np.uint8(4))
+    return packed
 
 
 def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

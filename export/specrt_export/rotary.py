@@ -67,10 +67,10 @@ class RotaryTable(nn.Module):
 def match_formula(apply: Apply, cos: torch.Tensor, sin: torch.Tensor, *, head_dim: int) -> Rotary | None:
     """Find out by trying which pairing `apply(query, key, cos, sin)` performs with tables [S, r].
 
-    Returns None when it is none that the attention operator knows, or when the head size is not a multiple of 16,
-    which that operator's rotation needs.
+    Returns None when it is none that the attention operator knows, or when head size or r are not multiples of
+    16, which that operator's rotation needs.
     """
-    if head_dim % 16 or cos.shape[-1] > head_dim:
+    if head_dim % 16 or cos.shape[-1] % 16 or cos.shape[-1] > head_dim:
         return None
     rows = slice(1, 6)
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,9 @@ def match_formula(apply: Apply, cos: torch.Tensor, sin: torch.Tensor, *, head_di
     ]
     for style, columns in candidates:
         rotary = Rotary(cos[:, columns], sin[:, columns], style)
-        if all(torch.allclose(rotate(x, rotary, rows), y, atol=1e-5) for x, y in zip((query, key), wanted, strict=True)):
+        if all(
+            torch.allclose(rotate(x, rotary, rows), y, atol=1e-5) for x, y in zip((query, key), wanted, strict=True)
+        ):
             return rotary
     return None
 

@@ -35,7 +35,9 @@ def model_class(config: Any) -> Any:
     except ValueError:
         task = None
     if task != TASK or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{names[0] or config.model_type}: expected a decoder-only text model, found the task {task}")
+        raise UnsupportedModelError(
+            f"{names[0] or config.model_type}: expected a decoder-only text model, found the task {task}"
+        )
     return cls
 
 
@@ -89,7 +91,7 @@ def _refusal(cls: Any, config: Any, dims: DecoderDims, profile: Profile) -> str 
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     limit = longest_context(config)
     if getattr(cls, "_is_stateful", False) or not layers <= _ATTENTION_LAYERS:
-        return f"it has recurrent or unusual layers ({', '.join(sorted(layers - _ATTENTION_LAYERS)) or 'stateful'}) whose state cannot be rolled back"
+        return f"its layers ({', '.join(sorted(layers))}) keep state that cannot be rolled back"
     if not getattr(cls, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced (no attention interface)"
     if dims.head_dim % 8:
@@ -97,5 +99,7 @@ def _refusal(cls: Any, config: Any, dims: DecoderDims, profile: Profile) -> str 
     if dims.num_heads % dims.num_kv_heads:
         return f"its {dims.num_heads} query heads are not a multiple of its {dims.num_kv_heads} KV heads"
     if limit is not None and profile.capacity > limit:
-        return f"the profile's capacity {profile.capacity} is above the {limit} positions it was made for: choose --capacity {limit} or less"
+        return (
+            f"it knows {limit} positions, fewer than the capacity {profile.capacity}: choose --capacity {limit} or less"
+        )
     return None

@@ -13,7 +13,8 @@ TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _BATTERY = (
     "", " ", "  two  spaces ", "\n\n\tline\r\n", "Hello, world!", "it's 3.14159 or 1,000,000?",
-    "def f(x):\n    return x ** 2  # squared\n", "{\"key\": [1, 2, null]}", "naïve café, Ångström, ﬁne", "你好，世界。日本語のテキスト 한국어",
+    "def f(x):\n    return x ** 2  # squared\n", '{"key": [1, 2, null]}', "naïve café, Ångström, ﬁne",
+    "你好，世界。日本語のテキスト 한국어",
     "🙂👩‍👩‍👧‍👦🇨🇭 and \u200bzero width", "مرحبا بالعالم", "\u0000\u0001 control", "a" * 70, "A\u0301 versus Á",
 )  # fmt: skip
 
@@ -28,7 +29,9 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         line = str(error).strip().splitlines()[0][:200]
         raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be read: {line}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise CheckpointError(f"{checkpoint.name}: its tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form")
+        raise CheckpointError(
+            f"{checkpoint.name}: its tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form"
+        )
     return tokenizer
 
 
@@ -56,7 +59,9 @@ def compare_tokenizers(source: Any, shipped: Any) -> None:
     for text in battery:
         ids, ours = source.encode(text), shipped.encode(text).ids
         if ids != ours:
-            raise ExportError(f"the saved tokenizer differs from the source's on {text!r}: {ours[:12]} instead of {ids[:12]}")
+            raise ExportError(
+                f"the saved tokenizer differs from the source's on {text!r}: {ours[:12]} instead of {ids[:12]}"
+            )
         plain = source.backend_tokenizer.decode(ids, skip_special_tokens=True)
         if shipped.decode(ours, skip_special_tokens=True) != plain:
             raise ExportError(f"the saved tokenizer differs from the source's when it decodes {text!r}")

@@ -7,7 +7,7 @@ Every multiplication by a weight W [N, K] ends as one of
 """
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import onnx_ir as ir
@@ -36,7 +36,7 @@ def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision:
             store.rewrite_embedding(node)
     for name, tensor in tensors.items():
         value = graph.initializers[name]
-        value.const_value = _lazy(name, tensor.shape, lambda t=tensor: _fp32(t))
+        value.const_value = _lazy(name, tensor.shape, partial(_fp32, tensor))
         value.type = ir.TensorType(ir.DataType.FLOAT)
 
 
@@ -48,6 +48,8 @@ class _Store:
         self._tensors = tensors
         self._precision = precision
         self._blocks: dict[str, list[ir.Value]] = {}
+        logits = graph.outputs[0].shape
+        self._vocab_size = logits[-1] if logits is not None else None
 
     def rewrite_product(self, node: ir.Node) -> None:
         weight, stored_transposed = _weight_operand(node)
@@ -72,8 +74,7 @@ class _Store:
     def _rewrite_blocks(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
         tensor = self._tensors[str(weight.name)]
         rows, columns = tensor.shape if stored_transposed else tuple(reversed(tensor.shape))
-        is_head = node.outputs[0] in self._graph.outputs
-        bits = _EMBEDDING_BITS if is_head or self._precision == "int8" else 4
+        bits = _EMBEDDING_BITS if rows == self._vocab_size or self._precision == "int8" else 4
         blocks = self._blocks_of(str(weight.name), stored_transposed, bits)
         attributes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
         product = ir.node("MatMulNBits", [node.inputs[0], *blocks], attributes, domain=_MS)
@@ -84,12 +85,10 @@ class _Store:
 
     def rewrite_embedding(self, node: ir.Node) -> None:
         table, ids = node.inputs
-        if table is None or ids is None or table.name not in self._tensors or ids.name != "input_ids":
+        if table is None or ids is None or table.name not in self._tensors or not _is_token_ids(ids):
             return
         packed, *rest = self._blocks_of(table.name, True, _EMBEDDING_BITS)
-        assert packed.shape is not None
-        rows, blocks, size = (int(d) for d in packed.shape)
-        flat = self._initializer(f"{packed.name}.flat", ir.DataType.UINT8, (rows, blocks * size), None, same_as=packed)
+        flat = self._flattened(packed)
         attributes = {"bits": _EMBEDDING_BITS, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
         inputs = [flat, ids, *rest]
         self._replace(node, ir.node("GatherBlockQuantized", inputs, attributes, domain=_MS))
@@ -99,21 +98,27 @@ class _Store:
             source = _LazyBlocks(self._tensors[name], stored_transposed, bits)
             shapes, kinds = source.shapes(), (ir.DataType.UINT8, ir.DataType.FLOAT, ir.DataType.UINT8)
             self._blocks[name] = [
-                self._initializer(f"{name}.{part}", kind, shapes[part], lambda part=part: source.take(part))
+                self._initializer(f"{name}.{part}", kind, shapes[part], partial(source.take, part))
                 for part, kind in zip(("packed", "scales", "zero_points"), kinds, strict=True)
             ]
         return self._blocks[name]
 
+    def _flattened(self, packed: ir.Value) -> ir.Value:
+        """Return blocks [N, K / 32, B] as [N, K / 32 * B]: the same bytes under another name and shape."""
+        assert packed.shape is not None
+        assert packed.const_value is not None
+        rows, blocks, size = packed.shape.numpy()
+        shape, content = (rows, blocks * size), packed.const_value
+        flat = self._initializer(
+            f"{packed.name}.flat", ir.DataType.UINT8, shape, lambda: content.numpy().reshape(shape)
+        )
+        flat.metadata_props[SAME_BYTES] = str(packed.name)
+        return flat
+
     def _initializer(self, name: str, dtype: ir.DataType, shape: tuple[int, ...],
-                     make: Callable[[], NDArray[np.generic]] | None, *, same_as: ir.Value | None = None) -> ir.Value:  # fmt: skip
+                     make: Callable[[], NDArray[np.generic]]) -> ir.Value:  # fmt: skip
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-        if make is None:
-            assert same_as is not None and same_as.const_value is not None
-            original = same_as.const_value
-            make = lambda: original.numpy().reshape(shape)  # noqa: E731
         value.const_value = _lazy(name, shape, make, dtype)
-        if same_as is not None:
-            value.metadata_props[SAME_BYTES] = str(same_as.name)
         self._graph.register_initializer(value)
         return value
 
@@ -171,6 +176,15 @@ def _weight_operand(node: ir.Node) -> tuple[ir.Value | None, bool]:
     if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
         return producer.inputs[0], not flipped
     return operand, flipped
+
+
+def _is_token_ids(value: ir.Value) -> bool:
+    """Tell whether a value is the input `input_ids`, possibly reshaped."""
+    node = value.producer()
+    while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value.name == "input_ids"
 
 
 def _is_plain_gemm(node: ir.Node) -> bool:

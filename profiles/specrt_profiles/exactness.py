@@ -60,7 +60,8 @@ def find_exact_widths(forward: Forward, widths: Sequence[int], *, vocab_size: in
         _feed(forward, tokens[:context], 0, max(widths))
         for width in widths:
             rows[width].append(_feed(forward, tokens[context:], context, width))
-            if not _independent(forward, tokens, context, width, rows[width][-1], rng, vocab_size):
+            noise = rng.integers(0, vocab_size, width).tolist()
+            if not _independent(forward, tokens, noise, context, width, rows[width][-1], capacity):
                 dependent.add(width)
     return Exactness(_group(rows, dependent), tuple(sorted(dependent)))
 
@@ -71,16 +72,15 @@ def _feed(forward: Forward, tokens: list[int], start: int, width: int) -> NDArra
     return np.concatenate([forward(tokens[i : i + width], start + i, width).copy() for i in calls])
 
 
-def _independent(forward: Forward, tokens: list[int], context: int, width: int, rows: NDArray[np.float32],
-                 rng: np.random.Generator, vocab_size: int) -> bool:  # fmt: skip
-    """Tell whether rows stay the same when calls begin one token later and end in random tokens."""
+def _independent(forward: Forward, tokens: list[int], noise: list[int], context: int, width: int,
+                 rows: NDArray[np.float32], capacity: int) -> bool:  # fmt: skip
+    """Tell whether rows stay the same when calls begin one token later and end in noise."""
     kept = width // 2
     anchors = range(1, len(rows) - kept + 1, kept)
     for anchor in anchors[:_ANCHORS]:
         start = context + anchor
-        noise = rng.integers(0, vocab_size, width - kept).tolist()
-        logits = forward(tokens[start : start + kept] + noise, start, width)
-        if not np.array_equal(logits[:kept], rows[anchor : anchor + kept]):
+        call = [*tokens[start : start + kept], *noise[kept:]][: capacity - start]
+        if not np.array_equal(forward(call, start, width)[:kept], rows[anchor : anchor + kept]):
             return False
     return True
 

@@ -14,7 +14,7 @@ from specrt_profiles.tensors import TensorSpec
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
-_FORMAT = "specrt-artifact"
+_FORMAT: Literal["specrt-artifact"] = "specrt-artifact"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
-    """A drafter that the artifact offers; a `model` drafter names its engine and the vocabulary it was checked against."""
+    """A drafter that the artifact offers; one of kind `model` names its engine and the vocabulary it was made for."""
 
     kind: Literal["ngram", "model"]
     engine: str | None = None
@@ -133,9 +133,13 @@ def read_manifest(folder: Path) -> Manifest:
     data = _read_json(path)
     schema = data.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
-        raise ManifestError(f"{path}: schema {schema} is newer than {SCHEMA}, the newest this SpecRT reads: upgrade SpecRT")
+        raise ManifestError(
+            f"{path}: schema {schema} is newer than {SCHEMA}, the newest this SpecRT reads: upgrade SpecRT"
+        )
     if data.get("format") != _FORMAT or schema != SCHEMA:
-        raise ManifestError(f"{path}: expected format {_FORMAT!r} with schema {SCHEMA}, found {data.get('format')!r} with {schema!r}")
+        raise ManifestError(
+            f"{path}: expected format {_FORMAT!r} with schema {SCHEMA}, found {data.get('format')!r} with {schema!r}"
+        )
     if "files" not in data:
         raise ManifestError(f"{path}: the key 'files' is missing")
     manifest = decode(Manifest, data, where=str(path), error=ManifestError)
@@ -154,7 +158,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise `ManifestError` for the first listed file that is missing, outside the folder or of another size."""
     for name, entry in manifest.files.items():
         if Path(name).name != name or name in ("", ".", ".."):
-            raise ManifestError(f"{folder / MANIFEST_FILE}: {name!r} is not a plain file name: the manifest was tampered with")
+            raise ManifestError(
+                f"{folder / MANIFEST_FILE}: {name!r} is not a plain file name: the manifest was tampered with"
+            )
         path = folder / name
         if not path.is_file():
             raise ManifestError(f"{path}: listed in the manifest but missing: copy the whole artifact again")
@@ -189,7 +195,9 @@ def _check_references(manifest: Manifest, path: Path) -> None:
     for name, engine in manifest.engines.items():
         for key in ("file", "reference"):
             if getattr(engine, key) not in manifest.files:
-                raise ManifestError(f"{path}: engines.{name}.{key}: {getattr(engine, key)!r} is not among the listed files")
+                raise ManifestError(
+                    f"{path}: engines.{name}.{key}: {getattr(engine, key)!r} is not among the listed files"
+                )
     for name, drafter in manifest.drafters.items():
         if drafter.kind != "model":
             continue

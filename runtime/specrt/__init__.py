@@ -1,10 +1,10 @@
 """SpecRT: lossless speculative decoding from a self-contained artifact, with NumPy and an inference engine.
 
-    import specrt
+import specrt
 
-    with specrt.load("artifacts/smollm2-135m") as model:
-        for token in model.stream([{"role": "user", "content": "Why is the sky blue?"}], max_tokens=100):
-            print(token.text, end="", flush=True)
+with specrt.load("artifacts/smollm2-135m") as model:
+    for token in model.stream([{"role": "user", "content": "Why is the sky blue?"}], max_tokens=100):
+        print(token.text, end="", flush=True)
 """
 
 from specrt.errors import SpecRTError
@@ -13,4 +13,14 @@ from specrt.loop import Token, TokenLogprob
 from specrt.sampling import SamplingParams
 from specrt.stats import Statistics
 
-__all__ = ["LanguageModel", "Result", "SamplingParams", "SpecRTError", "Statistics", "Stream", "Token", "TokenLogprob", "load"]
+__all__ = [
+    "LanguageModel",
+    "Result",
+    "SamplingParams",
+    "SpecRTError",
+    "Statistics",
+    "Stream",
+    "Token",
+    "TokenLogprob",
+    "load",
+]

@@ -1,8 +1,9 @@
 """`specrt bench`: plain and speculative decoding side by side, on the same prompts in the same run.
 
-The settings of a prompt run one after the other and the whole is repeated, so that a machine that drifts slows all of them alike; medians are
-reported with their spread. `plain-1` decodes with width-1 calls, the fastest plain decoding there is, and is what speedups
-are measured against; `plain` is the loop with nothing proposed, which has the same bits as every speculative setting.
+The settings of a prompt run one after the other and the whole is repeated, so that a machine that drifts slows
+all of them alike; medians are reported with their spread. `plain-1` decodes with width-1 calls, the fastest
+plain decoding there is, and is what speedups are measured against; `plain` is the loop with nothing proposed,
+which has the same bits as every speculative setting.
 """
 
 import statistics
@@ -48,9 +49,9 @@ class OneRowEngine:
 class BenchRow:
     """One setting over the prompts of one category.
 
-    tokens_per_s: all tokens over all seconds after prefill, the median of the repeats taken per prompt. speedup: over `plain-1`, per token.
-    rest: share of that time outside drafter and engine calls. spread: (slowest - fastest) / median of the repeats, the median
-    over prompts.
+    tokens_per_s: all tokens over all seconds after prefill, the median of the repeats taken per prompt.
+    speedup: over `plain-1`, per token. rest: share of that time outside drafter and engine calls. spread:
+    (slowest - fastest) / median of the repeats, the median over prompts.
     """
 
     category: str
@@ -75,7 +76,7 @@ def run_bench(
     model: LanguageModel, prompts: Sequence[BenchPrompt], *, ks: Sequence[int], drafter: str, repeats: int,
     options: Options, chat: bool, on_run: Callable[[], None],
 ) -> list[BenchRow]:  # fmt: skip
-    """Measure plain-1, plain and the given ks; `on_run` is called after each of the `repeats` * len(prompts) * settings runs.
+    """Measure plain-1, plain and the given ks; `on_run` is called after each run, `num_runs` times in all.
 
     Raises `SpecRTError` if a setting gives other tokens than plain decoding, where they must be the same.
     """
@@ -92,7 +93,9 @@ def run_bench(
                 if not setting.one_row and options.get("coupling") != "rejection":
                     expected = expected or ids
                     if ids != expected:
-                        raise SpecRTError(f"{setting.name} gave other tokens than plain decoding on {prompt.text[:40]!r}: run 'specrt check'")
+                        raise SpecRTError(
+                            f"{setting.name} gave other tokens than plain on {prompt.text[:40]!r}: run 'specrt check'"
+                        )
         for name, stats_of_runs in measured.items():
             runs.setdefault((prompt.category, name), []).append(stats_of_runs)
             runs.setdefault(("all", name), []).append(stats_of_runs)
@@ -116,8 +119,8 @@ def format_table(rows: Sequence[BenchRow]) -> str:
             lines.append("")
         previous = row.category
         lines.append(
-            f"{row.category:<{width}}  {row.setting:<8} {row.tokens_per_s:>9.1f} {row.speedup:>7.2f}x {row.block_efficiency:>11.2f} "
-            f"{row.acceptance_rate:>9.0%} {row.rest:>6.1%} {row.spread:>7.0%}"
+            f"{row.category:<{width}}  {row.setting:<8} {row.tokens_per_s:>9.1f} {row.speedup:>7.2f}x "
+            f"{row.block_efficiency:>11.2f} {row.acceptance_rate:>9.0%} {row.rest:>6.1%} {row.spread:>7.0%}"
         )
     return "\n".join(lines)
 
@@ -126,7 +129,7 @@ def _run(model: LanguageModel, prompt: BenchPrompt, setting: _Setting, drafter: 
          chat: bool) -> tuple[tuple[int, ...], Statistics]:  # fmt: skip
     given: Options = {"seed": 0, **options, "k": setting.k, "drafter": drafter}
     text = [{"role": "user", "content": prompt.text}] if chat else prompt.text
-    engine = OneRowEngine(model.target) if setting.one_row else None
+    engine: Any = OneRowEngine(model.target) if setting.one_row else None
     with model.start(text, given, target=engine) as stream:
         for _ in stream:
             pass
@@ -136,8 +139,13 @@ def _run(model: LanguageModel, prompt: BenchPrompt, setting: _Setting, drafter: 
 def _row(category: str, setting: str, runs: dict[tuple[str, str], list[list[Statistics]]]) -> BenchRow:
     prompts = runs[category, setting]
     seconds = [statistics.median(run.decode_s for run in repeats) for repeats in prompts]
-    spreads = [(max(s) - min(s)) / statistics.median(s) for repeats in prompts if (s := [r.decode_s for r in repeats]) and max(s) > 0]
+    spreads = [
+        (max(s) - min(s)) / statistics.median(s)
+        for repeats in prompts
+        if (s := [r.decode_s for r in repeats]) and max(s) > 0
+    ]
     firsts = [repeats[0] for repeats in prompts]
+    every = [run for repeats in prompts for run in repeats]
     tokens = sum(stats.num_tokens for stats in firsts)
     rate = tokens / sum(seconds) if sum(seconds) else 0.0
     base = rate if setting == PLAIN_ONE else _row(category, PLAIN_ONE, runs).tokens_per_s
@@ -146,6 +154,6 @@ def _row(category: str, setting: str, runs: dict[tuple[str, str], list[list[Stat
         category=category, setting=setting, num_tokens=tokens, tokens_per_s=rate, speedup=rate / base if base else 0.0,
         block_efficiency=tokens / steps if steps else 0.0,
         acceptance_rate=sum(stats.num_accepted for stats in firsts) / proposed if proposed else 0.0,
-        rest=sum(run.rest_s for repeats in prompts for run in repeats) / max(1e-12, sum(run.decode_s for r in prompts for run in r)),
+        rest=sum(run.rest_s for run in every) / max(1e-12, sum(run.decode_s for run in every)),
         spread=statistics.median(spreads) if spreads else 0.0,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`specrt check`: does an artifact compute on this machine what its source model computed, and do its rows keep their bits?"""
+"""`specrt check`: does an artifact compute here what its source computed, and which call widths share their bits?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +43,9 @@ class EngineCheck:
         if not self.mean_kl <= _SLACK * self.exported_mean_kl + _FLOOR_KL:
             found.append(f"{self.name}: mean KL {self.mean_kl:.3g}, at export {self.exported_mean_kl:.3g}")
         if not self.max_abs_diff <= _SLACK * self.exported_max_abs_diff + _FLOOR_DIFF:
-            found.append(f"{self.name}: logits differ by up to {self.max_abs_diff:.3g}, at export {self.exported_max_abs_diff:.3g}")
+            found.append(
+                f"{self.name}: logits off by up to {self.max_abs_diff:.3g}, at export {self.exported_max_abs_diff:.3g}"
+            )
         if self.needs_exact_rows and not self.ladder:
             found.append(f"{self.name}: rows of a call influence each other at every width")
         return found
@@ -101,7 +103,7 @@ def _check_engine(name: str, engine: Engine, spec: EngineSpec, folder: Path) -> 
 
 
 def replay(engine: Engine, ids: Sequence[int]) -> NDArray[np.float32]:
-    """Return the engine's logits [n - s, V] of all tokens after a prefill of s = max(1, n // 3), in verify calls of every width.
+    """Return the logits [n - s, V] of all tokens after a prefill of s = max(1, n // 3), in verify calls of every width.
 
     Each call is made twice: first with the text's tokens shifted by one, as if a proposal had been rejected, then
     after a rollback with the right ones.

@@ -13,8 +13,8 @@ from specrt_profiles.manifest import EngineSpec
 class Engine(Protocol):
     """A model with KV buffers for one sequence.
 
-    `kv_length` tokens are in the buffers; every call feeds tokens behind them. Logits are views of the engine's own output
-    buffer, valid until its next call.
+    `kv_length` tokens are in the buffers; every call feeds tokens behind them. Logits are views of the engine's
+    own output buffer, valid until its next call.
     """
 
     vocab_size: int
@@ -35,7 +35,7 @@ class Engine(Protocol):
         ...
 
     def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
-        """Feed tokens from position `start` on in a call of any width; return their logits [n, V] (for measurements)."""
+        """Feed tokens at positions start, ... in a call of any width; return their logits [n, V] (to measure)."""
         ...
 
     def rollback(self, length: int) -> None:

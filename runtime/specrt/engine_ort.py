@@ -1,7 +1,7 @@
 """The ONNX Runtime engine: one session, one IO binding per call shape, KV buffers bound in place.
 
-Everything a call needs is allocated when its shape is first used and bound once. A step writes a few integers into bound arrays
-and runs; nothing in proportion to the context or the vocabulary is allocated or copied.
+Everything a call needs is allocated when its shape is first used and bound once. A step writes a few integers
+into bound arrays and runs; nothing in proportion to the context or the vocabulary is allocated or copied.
 """
 
 from collections.abc import Sequence
@@ -50,10 +50,11 @@ class OrtEngine:
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
         """Feed one token in a call of width 1; return a view of its logits [V]."""
-        return self._run((token_id,), 1, num_rows=1)[0]
+        logits: NDArray[np.float32] = self._run((token_id,), 1, num_rows=1)[0]
+        return logits
 
     def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
-        """Feed tokens from position `start` on in a call of any width; return their logits [n, V] (for measurements)."""
+        """Feed tokens at positions start, ... in a call of any width; return their logits [n, V] (to measure)."""
         self.rollback(start)
         return self._run(token_ids, width, num_rows=width)[: len(token_ids)]
 
@@ -154,7 +155,7 @@ def _open_session(path: Path, threads: int | None) -> Any:
     options.add_session_config_entry("session.force_spinning_stop", "1")  # threads sleep between calls
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # noqa: BLE001  ORT's own exceptions share no other base class
+    except Exception as error:
         line = str(error).strip().splitlines()[0][:300]
         raise EngineError(f"{path}: ONNX Runtime {ort.__version__} cannot open it: {line}") from None
 
@@ -165,7 +166,10 @@ def _both_installed() -> bool:
 
 
 def _check_contract(session: Any, spec: EngineSpec, path: Path) -> None:
-    for what, found, wanted in (("input", session.get_inputs(), spec.inputs), ("output", session.get_outputs(), spec.outputs)):
+    for what, found, wanted in (
+        ("input", session.get_inputs(), spec.inputs),
+        ("output", session.get_outputs(), spec.outputs),
+    ):
         names, expected = [t.name for t in found], [t.name for t in wanted]
         if names != expected:
             raise EngineError(f"{path}: expected the {what}s {expected[:6]} of the manifest, found {names[:6]}")
@@ -173,12 +177,13 @@ def _check_contract(session: Any, spec: EngineSpec, path: Path) -> None:
             fixed = all(not isinstance(b, int) or a == b for a, b in zip(tensor.shape, entry.shape, strict=False))
             if _TYPES.get(tensor.type) != entry.dtype or len(tensor.shape) != len(entry.shape) or not fixed:
                 raise EngineError(
-                    f"{path}: {what} {entry.name}: expected {entry.dtype} {list(entry.shape)}, found {tensor.type} {tensor.shape}"
+                    f"{path}: {what} {entry.name}: expected {entry.dtype} {list(entry.shape)}, "
+                    f"found {tensor.type} {tensor.shape}"
                 )
 
 
 def _allocate_kv(spec: EngineSpec) -> list[tuple[str, str, Any]]:
-    """Return (past name, present name, buffer) of every KV tensor; pages are taken from the system when first written."""
+    """Return (past name, present name, buffer) of every KV tensor; memory is taken up as slots are written."""
     import onnxruntime as ort
 
     past = [t for t in spec.inputs if t.name.startswith("past_")]

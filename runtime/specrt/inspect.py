@@ -1,10 +1,11 @@
 """`specrt inspect`: an artifact at a glance."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 from specrt_profiles.codec import encode
-from specrt_profiles.generation import read_generation
+from specrt_profiles.generation import GenerationDefaults, read_generation
 from specrt_profiles.manifest import EngineSpec, read_manifest
 
 
@@ -15,45 +16,50 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def show(folder: Path) -> str:
     """Return a page for people."""
-    manifest, generation = read_manifest(folder), encode(read_generation(folder))
+    manifest = read_manifest(folder)
     profile, vocabulary = manifest.profile, manifest.vocabulary
-    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "bad_words_ids": [], "min_tokens": 0, "max_tokens": None}
-    defaults = [f"{name} {value}" for name, value in generation.items() if neutral.get(name, "?") != value]
-    lines = [f"artifact      {folder} ({sum(f.size for f in manifest.files.values()) / 1e6:.0f} MB in {len(manifest.files)} files, schema {manifest.schema})"]
-    for name, engine in manifest.engines.items():
-        lines += _engine(name, engine)
-    lines += [
-        f"vocabulary    {vocabulary.num_tokens} tokens, end ids {', '.join(map(str, vocabulary.eos_token_ids)) or 'none'}, "
-        f"fingerprint {vocabulary.fingerprint[:12]}",
-        f"drafters      {', '.join([*manifest.drafters, 'none'])}; default {manifest.default_drafter}, k {profile.num_draft_tokens} of at most {profile.max_draft_tokens}",
-        f"sampling      {', '.join(defaults)}{' (greedy)' if generation['temperature'] == 0 else ''}",
-        f"profile       {profile.name}: {profile.description}",
-        f"made with     {', '.join(f'{name} {version}' for name, version in manifest.tools.items())}",
-    ]  # fmt: skip
-    return "\n".join(lines)
+    megabytes = sum(file.size for file in manifest.files.values()) / 1e6
+    rows = [("artifact", [f"{folder}: {megabytes:.0f} MB in {len(manifest.files)} files, schema {manifest.schema}"])]
+    rows += [(name, _engine(engine)) for name, engine in manifest.engines.items()]
+    ends = ", ".join(map(str, vocabulary.eos_token_ids)) or "none"
+    drafters = f"{', '.join([*manifest.drafters, 'none'])}; default {manifest.default_drafter}"
+    tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
+    rows += [
+        ("vocabulary", [f"{vocabulary.num_tokens} tokens, end ids {ends}, fingerprint {vocabulary.fingerprint[:12]}"]),
+        ("drafters", [f"{drafters}, k {profile.num_draft_tokens} of at most {profile.max_draft_tokens}"]),
+        ("sampling", [_sampling(read_generation(folder))]),
+        ("profile", [f"{profile.name}: {profile.description}"]),
+        ("made with", [tools]),
+    ]
+    return "\n".join(f"{name if not i else '':<12}{line}" for name, lines in rows for i, line in enumerate(lines))
 
 
 def kv_bytes(engine: EngineSpec) -> int:
     """Return the size of an engine's KV buffers."""
-    total = 0
-    for tensor in engine.inputs:
-        if tensor.name.startswith("past_"):
-            size = 4
-            for dim in tensor.shape:
-                size *= int(dim)
-            total += size
-    return total
+    past = (tensor for tensor in engine.inputs if tensor.name.startswith("past_"))
+    return sum(4 * math.prod(int(dim) for dim in tensor.shape) for tensor in past)
 
 
-def _engine(name: str, engine: EngineSpec) -> list[str]:
+def _engine(engine: EngineSpec) -> list[str]:
     model, parity = engine.model, engine.parity
+    revision = f", revision {model.revision}" if model.revision else ""
     return [
-        f"{name:<13} {model.name} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {engine.precision}), from {model.source}"
-        f"{', revision ' + model.revision if model.revision else ''}, licence {model.licence or 'not stated'}",
-        f"              capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB, prefill in chunks of {engine.prefill_width}, "
-        f"verify widths {', '.join(map(str, engine.verify_widths))}",
-        f"              against its source: max |diff| {parity.max_abs_diff:.2g}, mean KL {parity.mean_kl:.2g}, top-1 {parity.top1_agreement:.1%} of {parity.num_rows} rows; "
-        f"bit-equal when exported: {', '.join(map(str, engine.exact_widths))}",
-    ]  # fmt: skip
+        f"{model.name} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {engine.precision})",
+        f"from {model.source}{revision}, licence {model.licence or 'not stated'}",
+        f"capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB",
+        f"prefill in chunks of {engine.prefill_width}, verify widths {_list(engine.verify_widths)} "
+        f"(bit-equal when exported: {_list(engine.exact_widths)})",
+        f"against its source over {parity.num_rows} rows: max |diff| {parity.max_abs_diff:.2g}, "
+        f"mean KL {parity.mean_kl:.2g}, top-1 {parity.top1_agreement:.1%}",
+    ]
 
 
+def _sampling(defaults: GenerationDefaults) -> str:
+    neutral = GenerationDefaults(temperature=-1.0)
+    names = [name for name in encode(defaults) if getattr(defaults, name) != getattr(neutral, name)]
+    shown = ", ".join(f"{name} {getattr(defaults, name)}" for name in names)
+    return shown + (" (greedy)" if defaults.temperature == 0 else "")
+
+
+def _list(widths: tuple[int, ...]) -> str:
+    return ", ".join(map(str, widths))

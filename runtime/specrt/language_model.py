@@ -38,9 +38,10 @@ from specrt_profiles.manifest import read_manifest
 class Result:
     """A finished generation.
 
-    `token_ids` are the generated ones, an end token included; `text` leaves special tokens and the stop string out.
-    finish_reason: `stop` (an end token, stop id or stop string, named in `stop`), `length` (max_tokens), `capacity` or `cancelled`.
-    `logprobs` has an entry per token if they were asked for. `params` are the parameters that were in effect, the seed among them.
+    `token_ids` are the generated ones, an end token included; `text` leaves special tokens and the stop string
+    out. finish_reason: `stop` (an end token, stop id or stop string, named in `stop`), `length` (max_tokens),
+    `capacity` or `cancelled`. `logprobs` has an entry per token if they were asked for. `params` are the
+    parameters that were in effect, the seed among them.
     """
 
     text: str
@@ -55,9 +56,10 @@ class Result:
 def load(path: str | Path, *, threads: int | None = None, cache_dir: Path | None = None) -> "LanguageModel":
     """Open an artifact.
 
-    threads: CPU threads of each engine, None for one per physical core. cache_dir: where measurements about this machine are kept
-    (~/.cache/specrt/machine). The first load on a machine finds out which call widths give the same bits, which takes about
-    80 engine calls. Raises `ManifestError` or `EngineError` for a damaged artifact, `MissingExtraError` without an engine.
+    threads: CPU threads of each engine, None for one per physical core. cache_dir: where measurements about
+    this machine are kept (~/.cache/specrt/machine). The first load on a machine finds out which call widths
+    give the same bits, which takes about 80 engine calls. Raises `ManifestError` or `EngineError` for a damaged
+    artifact, `MissingExtraError` without an engine.
     """
     return LanguageModel(Path(path), threads=threads, cache_dir=cache_dir or default_cache_dir())
 
@@ -69,7 +71,9 @@ class LanguageModel:
     as a context manager or call `close` to release the memory.
     """
 
-    def __init__(self, folder: Path, *, threads: int | None, cache_dir: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, folder: Path, *, threads: int | None, cache_dir: Path, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self.defaults = read_generation(folder)
@@ -94,7 +98,7 @@ class LanguageModel:
         return self.start(prompt, options)
 
     def start(self, prompt: Prompt, options: Options, *, target: Engine | None = None) -> "Stream":
-        """Do what `stream` does with options in a dict; `target` runs the request on another view of the target (for benchmarks)."""
+        """Do what `stream` does with options in a dict; `target` is another view of the target, for benchmarks."""
         given = check_options(options)
         self._claim()
         try:
@@ -133,7 +137,9 @@ class LanguageModel:
         )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
-        stops = StopRules(params, end_ids=end_ids, room=self.target.capacity - len(ids), detokenizer=self.tokenizer.detokenizer(ids))
+        stops = StopRules(
+            params, end_ids=end_ids, room=self.target.capacity - len(ids), detokenizer=self.tokenizer.detokenizer(ids)
+        )
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
         loop = Loop(target, self._drafter(how), sampler, stops, ids, k=how.k, clock=self._clock)
         return _Request(loop, stops, params)
@@ -154,19 +160,29 @@ class LanguageModel:
 
     def _claim(self) -> None:
         if os.getpid() != self._process:
-            raise BusyError(f"loaded in process {self._process}, used in {os.getpid()}: load the artifact after the fork")
+            raise BusyError(
+                f"loaded in process {self._process}, used in {os.getpid()}: load the artifact after the fork"
+            )
         if not self._lock.acquire(blocking=False):
-            raise BusyError("another request is in progress: finish or close its stream first, or load the artifact once more")
+            raise BusyError(
+                "another request is in progress: finish or close its stream first, or load the artifact once more"
+            )
         if self._closed:
             self._lock.release()
             raise EngineError("the artifact is closed: load it again")
 
     def _ladder(self, cache_dir: Path) -> tuple[int, ...]:
         widths = remembered_widths(
-            self.folder, engine=engine_version(), threads=self._threads, cache_dir=cache_dir, measure=self._measure_widths
+            self.folder,
+            engine=engine_version(),
+            threads=self._threads,
+            cache_dir=cache_dir,
+            measure=self._measure_widths,
         )
         if not widths:
-            raise EngineError(f"{self.folder}: on this machine rows of a call influence each other at every width: not lossless")
+            raise EngineError(
+                f"{self.folder}: on this machine rows of a call influence each other at every width: not lossless"
+            )
         return widths
 
     def _measure_widths(self) -> tuple[int, ...]:
@@ -188,8 +204,8 @@ class _Request:
 class Stream(Iterator[Token]):
     """The tokens of a request as they are committed. `result` is what has been generated so far, final at the end.
 
-    Closing it, leaving its `with` block, or dropping it ends the request and frees the model for the next. `cancel` may be called from
-    another thread: the step in progress is the last.
+    Closing it, leaving its `with` block, or dropping it ends the request and frees the model for the next.
+    `cancel` may be called from another thread: the step in progress is the last.
     """
 
     def __init__(self, request: _Request, release: Callable[[], None]) -> None:

@@ -113,14 +113,16 @@ class Loop:
         if limit < 1:
             return Proposal()
         proposal = self._guarded(lambda: self._checked(self._drafter.propose(self.tokens, limit), limit))
-        self._sampler.rewind(len(self.tokens))  # drafters push their guesses; whatever happened, the prefix is ours again
+        self._sampler.rewind(
+            len(self.tokens)
+        )  # drafters push their guesses; whatever happened, the prefix is ours again
         return proposal or Proposal()
 
     def _checked(self, proposal: Proposal, limit: int) -> Proposal:
         size, ids, probs = self._target.vocab_size, proposal.token_ids, proposal.probs
         if len(ids) > limit or not all(0 <= token < size for token in ids):
             raise ValueError(f"expected at most {limit} ids below {size}, found {ids}")
-        if probs is not None and probs.shape[1:] != (size,) or probs is not None and len(probs) < len(ids):
+        if (probs is not None and probs.shape[1:] != (size,)) or (probs is not None and len(probs) < len(ids)):
             raise ValueError(f"expected probabilities [{len(ids)}, {size}], found {probs.shape}")
         return proposal
 

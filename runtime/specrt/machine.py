@@ -1,7 +1,7 @@
 """What was measured about an artifact on this machine, kept beside it and never in it.
 
-One JSON file per (artifact, engine version, processor, threads) in a cache directory. A cache that cannot be read or written costs a
-new measurement, nothing else.
+One JSON file per (artifact, engine version, processor, threads) in a cache directory. A cache that cannot be
+read or written costs a new measurement, nothing else.
 """
 
 import hashlib
@@ -47,7 +47,11 @@ def processor() -> str:
     if cpuinfo.is_file():
         lines = cpuinfo.read_text("utf-8", "replace").splitlines()
         wanted = ("model name", "CPU part", "flags", "Features")
-        facts = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in reversed(lines) if line.startswith(wanted)}
+        facts = {
+            line.partition(":")[0].strip(): line.partition(":")[2].strip()
+            for line in reversed(lines)
+            if line.startswith(wanted)
+        }
         flags = hashlib.sha256((facts.pop("flags", "") + facts.pop("Features", "")).encode()).hexdigest()[:8]
         name = " ".join([*facts.values(), flags])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,8 +1,8 @@
-"""Random numbers by key instead of by order: what is drawn depends on its purpose and position, not on what came before.
+"""Random numbers by key instead of by order: a draw depends on its purpose and position, not on earlier draws.
 
-The generator is Philox 4x64 (Salmon et al. 2011) through NumPy's `random_raw`, whose stream is stable across releases.
-The key is (seed, stream); the counter is (block, position or length, node, purpose). So discarded proposals use nothing up,
-and no two purposes ever share a number.
+The generator is Philox 4x64 (Salmon et al. 2011) through NumPy's `random_raw`, whose stream is stable across
+releases. The key is (seed, stream); the counter is (block, position or length, node, purpose). So discarded
+proposals use nothing up, and no two purposes ever share a number.
 """
 
 from enum import IntEnum
@@ -61,8 +61,9 @@ def gumbel(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 def gumbel_argmax(scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bits: NDArray[np.uint64]) -> int:
     """Return the token that maximises score + noise, the lowest id on ties (Gumbel 1954; Maddison et al. 2014).
 
-    scores: [V], or [m] with their ascending token `ids`; the largest must be 0. bits: [V], by token id. Without ids only
-    those near the top, or with noise large enough to reach it from below, are looked at; the answer is the same.
+    scores: [V], or [m] with their ascending token `ids`; the largest must be 0. bits: [V], by token id. Without
+    ids only those near the top, or with noise large enough to reach it from below, are looked at; the answer is
+    the same.
     """
     if ids is None:
         near = np.flatnonzero(scores >= -_WINDOW)

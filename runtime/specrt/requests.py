@@ -18,11 +18,12 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class Options(TypedDict, total=False):
     """What `generate` and `stream` accept; what is left out (or None) takes the artifact's default.
 
-    temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias ({id: value}),
-    bad_words (texts or id lists), min_tokens, max_tokens, stop (a text or several), stop_token_ids, ignore_eos, seed (a new one each
-    time if left out), stream (number of the sample or chat turn under one seed), logprobs (how many alternatives), coupling: see
-    `SamplingParams`. drafter: `ngram`, `model` or `none`. k: most tokens to propose per step, 0 for plain decoding.
-    prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks up.
+    temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias ({id:
+    value}), bad_words (texts or id lists), min_tokens, max_tokens, stop (a text or several), stop_token_ids,
+    ignore_eos, seed (a new one each time if left out), stream (number of the sample or chat turn under one
+    seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `model` or
+    `none`. k: most tokens to propose per step, 0 for plain decoding. prompt_lookup_max, prompt_lookup_min:
+    lengths of the n-grams that the `ngram` drafter looks up.
     """
 
     temperature: float | None
@@ -51,7 +52,17 @@ class Options(TypedDict, total=False):
 
 _SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 _FILTERS = ("top_k", "top_p", "min_p")
-_INTEGERS = ("top_k", "min_tokens", "max_tokens", "seed", "stream", "logprobs", "k", "prompt_lookup_max", "prompt_lookup_min")
+_INTEGERS = (
+    "top_k",
+    "min_tokens",
+    "max_tokens",
+    "seed",
+    "stream",
+    "logprobs",
+    "k",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+)
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -89,7 +100,9 @@ def resolve_sampling(
     A request that sets a filter but no temperature samples at temperature 1 where the default is greedy: a filter would
     have no meaning otherwise.
     """
-    values: dict[str, Any] = {name: getattr(defaults, name) for name in GenerationDefaults.__dataclass_fields__ if name in _SAMPLING}
+    values: dict[str, Any] = {
+        name: getattr(defaults, name) for name in GenerationDefaults.__dataclass_fields__ if name in _SAMPLING
+    }
     values["bad_words"] = defaults.bad_words_ids
     values |= {name: value for name, value in given.items() if name in _SAMPLING}
     if values["temperature"] == 0 and "temperature" not in given and any(name in given for name in _FILTERS):
@@ -109,7 +122,9 @@ def resolve_sampling(
     return params
 
 
-def resolve_speculation(given: Mapping[str, Any], *, drafters: Sequence[str], default: str, default_k: int, max_k: int) -> Speculation:
+def resolve_speculation(
+    given: Mapping[str, Any], *, drafters: Sequence[str], default: str, default_k: int, max_k: int
+) -> Speculation:
     """Fill what `given` leaves out; raises `RequestError` for an unknown drafter or a k above the ladder."""
     drafter = given.get("drafter", default)
     if drafter not in (*drafters, "none"):
@@ -133,7 +148,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, capacit
     if not ids:
         raise RequestError("the prompt is empty: expected at least one token")
     if len(ids) > capacity:
-        raise RequestError(f"the prompt has {len(ids)} tokens, the artifact's capacity is {capacity}: shorten it or export with more --capacity")
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, the capacity is {capacity}: shorten it, or export with more --capacity"
+        )
     check_token_ids(ids, vocab_size, what="prompt")
     return ids
 
@@ -158,7 +175,10 @@ def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer) -> li
         raise RequestError("bad_words: expected a list of texts or of id lists, found one text")
     found: list[tuple[int, ...]] = []
     for word in words:
-        forms = [tokenizer.encode(lead + word, add_special_tokens=False) for lead in ("", " ")] if isinstance(word, str) else [word]
+        forms = (
+            [tokenizer.encode(lead + word, add_special_tokens=False) for lead in ("", " ")]
+            if isinstance(word, str)
+            else [word]
+        )
         found += [tuple(ids) for ids in forms if tuple(ids) not in found]
     return found
-

@@ -24,10 +24,10 @@ Coupling = Literal["gumbel", "rejection"]
 class SamplingParams:
     """Everything that decides the text of a request, resolved: no field is left to a default elsewhere.
 
-    temperature 0 takes the best token, the lowest id on ties. top_k 0, top_p 1, min_p 0 and penalties of 1, 0, 0 are neutral.
-    `bad_words` are token id sequences that must not occur. `coupling` says how sampled tokens and drafts share
-    randomness: with `gumbel` one (seed, stream) gives one text whatever the drafter and k; `rejection` accepts more
-    sampled drafts and keeps the law.
+    temperature 0 takes the best token, the lowest id on ties. top_k 0, top_p 1, min_p 0 and penalties of 1, 0,
+    0 are neutral. `bad_words` are token id sequences that must not occur. `coupling` says how sampled tokens
+    and drafts share randomness: with `gumbel` one (seed, stream) gives one text whatever the drafter and k;
+    `rejection` accepts more sampled drafts and keeps the law.
     """
 
     temperature: float = 0.0
@@ -71,7 +71,11 @@ class SamplingParams:
             ("coupling", self.coupling in ("gumbel", "rejection"), "gumbel or rejection"),
             ("stop", "" not in self.stop, "no empty string"),
             ("bad_words", () not in self.bad_words, "no empty word"),
-            ("logit_bias", not any(math.isnan(v) or v == math.inf for v in self.logit_bias.values()), "finite values or -inf"),
+            (
+                "logit_bias",
+                not any(math.isnan(v) or v == math.inf for v in self.logit_bias.values()),
+                "finite values or -inf",
+            ),
         )
         bad = next(((name, wanted) for name, fine, wanted in limits if not fine), None)
         return f"{bad[0]}: expected {bad[1]}, found {getattr(self, bad[0])}" if bad else None
@@ -147,7 +151,7 @@ class Sampler:
         self._noise.forget(position)
 
     def _scores(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-        """Return the surviving ids (None: all) and their scores, (l - max l) / temperature; valid until the next row."""
+        """Return surviving ids (None: all) and their scores (l - max l) / temperature, valid until the next row."""
         p = self.params
         scores = self._adjusted(logits)
         peak = float(scores.max())
@@ -189,5 +193,5 @@ def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 def _check_peak(peak: float) -> None:
     if not math.isfinite(peak):
         raise RequestError(
-            f"no token is left to choose (best score {peak}): logit_bias and bad_words forbid all, or the model gave no number"
+            f"no token is left to choose (best score {peak}): logit_bias and bad_words forbid all, or the model failed"
         )

@@ -18,8 +18,9 @@ _ENOUGH = 50  # proposed tokens before an acceptance rate is worth a remark
 class Statistics:
     """Counts and seconds of one request.
 
-    `prefill_s`, `draft_s` and `verify_s` are spent in the engines and drafters; `rest_s` is everything else between prompt and last
-    token (acceptance, sampling, stop rules, text), waiting for the consumer of a stream excluded.
+    `prefill_s`, `draft_s` and `verify_s` are spent in the engines and drafters; `rest_s` is everything else
+    between prompt and last token (acceptance, sampling, stop rules, text), waiting for the consumer of a stream
+    excluded.
     """
 
     drafter: str
@@ -63,7 +64,9 @@ class Statistics:
 
     def count(self, *, proposed: int, accepted: int, committed: int) -> None:
         """Add one step that committed `committed` tokens, the first `accepted` of `proposed` guesses among them."""
-        if committed <= accepted:  # a stop cut the block: what came after it was never offered, as far as anyone can see
+        if (
+            committed <= accepted
+        ):  # a stop cut the block: what came after it was never offered, as far as anyone can see
             proposed = accepted = committed
         self.num_steps += 1
         self.num_tokens += committed
@@ -104,8 +107,8 @@ class Statistics:
     def to_dict(self) -> dict[str, Any]:
         """Return counts, seconds and rates for JSON."""
         names = (
-            "drafter", "num_prompt_tokens", "num_tokens", "num_steps", "num_proposed", "num_accepted", "num_drafter_faults",
-            "proposed_by_position", "accepted_by_position", "prefill_s", "draft_s", "verify_s", "rest_s", "decode_s",
-            "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
+            "drafter", "num_prompt_tokens", "num_tokens", "num_steps", "num_proposed", "num_accepted",
+            "num_drafter_faults", "proposed_by_position", "accepted_by_position", "prefill_s", "draft_s", "verify_s",
+            "rest_s", "decode_s", "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}

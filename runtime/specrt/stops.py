@@ -20,13 +20,15 @@ class Detokenizer(Protocol):
 
 
 class StopRules:
-    """Applies eos and stop ids, stop strings, max tokens and capacity to the tokens of one request, and builds its text.
+    """Applies end tokens, stop strings, max tokens and capacity to the tokens of one request, and builds its text.
 
     Text that may turn out to be the beginning of a stop string is held back; a stop string itself is not part of the
     text, while its tokens are part of the ids.
     """
 
-    def __init__(self, params: SamplingParams, *, end_ids: tuple[int, ...], room: int, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, params: SamplingParams, *, end_ids: tuple[int, ...], room: int, detokenizer: Detokenizer
+    ) -> None:
         self._params = params
         self._end_ids = frozenset(end_ids)
         self._room = room

@@ -26,7 +26,7 @@ class Tokenizer:
         path = folder / TOKENIZER_FILE
         try:
             self._backend: Any = Backend.from_file(str(path))
-        except Exception as error:  # noqa: BLE001  the library raises bare Exception
+        except Exception as error:
             raise TextError(f"{path}: not a readable tokenizer: {error}") from None
         template = folder / CHAT_TEMPLATE_FILE
         self._template_text = template.read_text("utf-8") if template.is_file() else None
@@ -41,7 +41,7 @@ class Tokenizer:
         """Return the token ids of a text, with the model's special tokens around it unless told otherwise."""
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise TextError(f"the text cannot be tokenized: {error}") from None
         return ids
 
@@ -61,13 +61,18 @@ class Tokenizer:
             raise TextError("the artifact has no chat template: give a text prompt instead of messages")
         try:
             template = _environment().from_string(self._template_text)
-            return template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._special_tokens
+            text: str = template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
             )
         except TemplateError as error:
             raise TextError(f"the chat template refuses the messages: {error}") from None
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise TextError(f"the chat template fails on the messages: {error}") from None
+        return text
 
     def detokenizer(self, prompt: Sequence[int]) -> "IncrementalDetokenizer":
         """Return a detokenizer for the output that follows `prompt`."""
@@ -77,8 +82,9 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Decodes a growing output; what it returns, joined, is the text of the output.
 
-    A token can be part of a character, and a decoder may treat the first token of a text unlike the others. So each time a
-    few tokens before the new ones are decoded with and without them, and the difference is the new text.
+    A token can be part of a character, and a decoder may treat the first token of a text unlike the others. So
+    each time a few tokens before the new ones are decoded with and without them, and the difference is the new
+    text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

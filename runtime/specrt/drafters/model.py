@@ -14,8 +14,9 @@ class ModelDrafter:
     """Guesses with a draft engine that shares the target's vocabulary.
 
     Every proposal first feeds the tokens that the draft has not seen yet: one after a rejection, two after full
-    acceptance, any number after steps that others drafted. Greedy and `gumbel` requests get deterministic guesses under the
-    same parameters (and noise) as the target's; `rejection` requests get sampled ones with their laws.
+    acceptance, any number after steps that others drafted. Greedy and `gumbel` requests get deterministic
+    guesses under the same parameters (and noise) as the target's; `rejection` requests get sampled ones with
+    their laws.
     """
 
     name = "model"

@@ -1,0 +1,49 @@
+# All targets create the environment when it is missing. Variables: VENV (environment), PYTHON (interpreter that
+# makes it), ARTIFACT (folder to use), ARGS (passed on).
+VENV ?= .venv
+PYTHON ?= python3
+ARTIFACT ?= artifacts/smollm2-135m
+OUT ?= artifacts/$(basename $(notdir $(MODEL)))
+PROMPT ?= List the planets of the solar system in order, one per line, each with a short fact.
+READY := $(VENV)/.specrt-ready
+RUN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint export generate bench check clean
+
+help: ## Show this list.
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,export,test,lint]'
+	@touch $@
+
+demo: $(READY) ## Export SmolLM2-135M (once) and generate an answer with n-gram speculation.
+	@test -f artifacts/smollm2-135m/manifest.json || $(RUN)/specrt export smollm2-135m --out artifacts/smollm2-135m
+	@$(RUN)/specrt generate artifacts/smollm2-135m "$(PROMPT)" --max-tokens 160
+
+test: $(READY) ## Run the tests. ARGS="-m 'not slow'" leaves out those that export the real model.
+	$(RUN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## Check style and types.
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+export: $(READY) ## Export MODEL=... [DRAFT=...] [PROFILE=...] [PRECISION=...] [CAPACITY=...] [OUT=...].
+	@test -n "$(MODEL)" || { echo "error: give MODEL=..., a built-in name, hub id, directory or .gguf file" >&2; exit 1; }
+	@$(RUN)/specrt export "$(MODEL)" --out "$(OUT)" $(if $(DRAFT),--draft "$(DRAFT)") $(if $(PROFILE),--profile "$(PROFILE)") \
+	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(ARGS)
+
+generate: $(READY) ## Generate from PROMPT="..." with ARTIFACT=... .
+	@$(RUN)/specrt generate "$(ARTIFACT)" "$(PROMPT)" $(ARGS)
+
+bench: $(READY) ## Compare plain and speculative decoding of ARTIFACT=... .
+	@$(RUN)/specrt bench "$(ARTIFACT)" $(ARGS)
+
+check: $(READY) ## Verify ARTIFACT=... on this machine.
+	@$(RUN)/specrt check "$(ARTIFACT)" $(ARGS)
+
+clean: ## Remove the environment and build leftovers; artifacts stay.
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache

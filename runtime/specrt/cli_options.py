@@ -1,0 +1,106 @@
+"""Options and input shared by the commands."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from specrt.errors import RequestError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+artifact = click.argument("artifact", type=click.Path(path_type=Path))
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per physical core]")
+
+
+def parse_pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[int, float]:
+    """Turn ID=VALUE texts into a dict."""
+    pairs = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            pairs[int(token)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"expected ID=VALUE, found {value!r}") from None
+    return pairs
+
+
+def parse_ints(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[int]:
+    """Turn numbers with commas between into a list."""
+    try:
+        return [int(item) for item in value.split(",")] if value else []
+    except ValueError:
+        raise click.BadParameter(f"expected whole numbers with commas between, found {value!r}") from None
+
+
+_COUPLING = click.Choice(["gumbel", "rejection"])
+_SAMPLING = (
+    click.option("--drafter", help="ngram, model or none.  [default: the artifact's]"),
+    click.option(
+        "-k", "--num-speculative-tokens", "k", type=int, help="Most tokens to propose per step, 0 for plain decoding."
+    ),
+    click.option("--prompt-lookup-max", type=int, help="Longest n-gram that the ngram drafter looks up."),
+    click.option("--prompt-lookup-min", type=int, help="Shortest one."),
+    click.option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
+    click.option("--top-k", type=int, help="Keep the K best tokens, 0 for all."),
+    click.option("--top-p", type=float, help="Keep the best tokens with this much probability."),
+    click.option("--min-p", type=float, help="Keep tokens at least this probable relative to the best."),
+    click.option("--repetition-penalty", type=float, help="Above 1 against tokens seen before."),
+    click.option("--frequency-penalty", type=float, help="Subtracted per earlier occurrence in the output."),
+    click.option("--presence-penalty", type=float, help="Subtracted once for tokens in the output."),
+    click.option("--logit-bias", multiple=True, metavar="ID=VALUE", callback=parse_pairs, help="Add to a logit."),
+    click.option("--bad-words", multiple=True, metavar="TEXT", help="A text that must not occur; repeatable."),
+    click.option("--min-tokens", type=int, help="No end before so many tokens."),
+    click.option("--max-tokens", type=int, help="End after so many tokens.  [default: the model's, or the capacity]"),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
+    click.option("--stop-token-ids", metavar="ID,...", callback=parse_ints, help="End at these tokens."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens."),
+    click.option("--seed", type=int, help="Repeat a sampled text.  [default: a new one each time]"),
+    click.option("--coupling", type=_COUPLING, help="How drafts share randomness with the target.  [default: gumbel]"),
+)
+
+
+def sampling(command: Command) -> Command:
+    """Add every option that decides what is generated."""
+    for option in reversed(_SAMPLING):
+        command = option(command)
+    return command
+
+
+def given(options: Mapping[str, Any]) -> Any:
+    """Return the options that were set on the command line; 0 counts as set."""
+    unset: tuple[Any, ...] = ((), [], {})
+    return {name: v for name, v in options.items() if v is not None and v is not False and v not in unset}
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """Return the prompt of the command line, a file, or standard input; raises `RequestError` if it is not UTF-8."""
+    try:
+        if prompt_file is not None:
+            return prompt_file.read_bytes().decode("utf-8")
+        if prompt in (None, "-"):
+            return sys.stdin.buffer.read().decode("utf-8")
+        return str(prompt).encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise RequestError(f"the prompt is not valid UTF-8: byte {error.start} is {byte:#04x}") from None
+    except OSError as error:
+        raise RequestError(f"{prompt_file}: cannot be read: {error.strerror}") from None
+
+
+def read_line(*, prompt: bool) -> str:
+    """Return the next line of standard input, stripped; empty at its end."""
+    if prompt and sys.stdin.isatty():
+        click.echo("> ", nl=False, err=True)
+    try:
+        return sys.stdin.buffer.readline().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the message is not valid UTF-8: byte {error.start}") from None
+
+
+def messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """Return a conversation that begins with a user's text."""
+    return ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]

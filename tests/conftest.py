@@ -1,0 +1,74 @@
+"""Fixtures: tiny exported models for every run, the real default model for the slow tests."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specrt
+import tiny
+from specrt_export.artifact import ExportRequest, export
+from specrt_export.cli import default_cache_dir
+from specrt_export.progress import Progress
+from specrt_profiles.profile import Profile
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+TINY_PROFILE = Profile(name="tiny", capacity=128, prefill_width=16, num_draft_tokens=3)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--qwen", action="store_true", help="run the tests of the Qwen2.5-Coder pair (fetches 1.6 GB once)"
+    )
+    parser.addoption("--artifacts", type=Path, help="keep the real models' artifacts in this folder and reuse them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--qwen"):
+        skip = pytest.mark.skip(reason="needs 1.6 GB of models: run with --qwen")
+        for item in items:
+            if "qwen" in item.keywords:
+                item.add_marker(skip)
+
+
+def export_tiny(
+    source: Path, out: Path, *, draft: str = "ngram", profile: Profile = TINY_PROFILE, **request: object
+) -> Path:
+    """Export a small model silently."""
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        progress = Progress(stream=nowhere)
+        wanted = {
+            "model": str(source),
+            "draft": draft,
+            "profile": profile,
+            "out": out,
+            "cache_dir": default_cache_dir(),
+        }
+        return export(ExportRequest(**{**wanted, **request}), progress)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight Llama as a transformers directory."""
+    return tiny.make_model("llama", tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That Llama as an artifact at fp32, with itself at int4 as draft."""
+    return export_tiny(tiny_source, tmp_path_factory.mktemp("artifact") / "tiny", draft=str(tiny_source))
+
+
+@pytest.fixture(scope="session")
+def machine_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where measurements of this run are kept."""
+    return tmp_path_factory.mktemp("machine")
+
+
+@pytest.fixture
+def tiny_model(tiny_artifact: Path, machine_cache: Path) -> Iterator[specrt.LanguageModel]:
+    """The tiny artifact, loaded."""
+    with specrt.load(tiny_artifact, cache_dir=machine_cache) as model:
+        yield model

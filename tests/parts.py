@@ -1,0 +1,90 @@
+"""Helpers that put real loops together over toy engines, and the statistics of the tests."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from specrt.acceptance import Proposal
+from specrt.drafters import Drafter, NoDrafter
+from specrt.drafters.ngram import NgramDrafter
+from specrt.loop import Loop, Token
+from specrt.sampling import Sampler, SamplingParams
+from specrt.stops import StopRules
+
+
+class PlainDetokenizer:
+    """Tokens as letters."""
+
+    def push(self, token_id: int) -> str:
+        return chr(ord("a") + token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+class ListDrafter:
+    """Proposes what a function of the tokens says."""
+
+    name = "list"
+
+    def __init__(self, guess: Callable[[Sequence[int], int], Proposal | Sequence[int]]) -> None:
+        self._guess = guess
+
+    def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
+        self.sampler = sampler
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        guess = self._guess(tokens, limit)
+        return guess if isinstance(guess, Proposal) else Proposal(tuple(guess))
+
+
+def make_loop(
+    target: Any,
+    drafter: Drafter | None = None,
+    *,
+    prompt: Sequence[int] = (0, 1),
+    k: int = 3,
+    eos: tuple[int, ...] = (),
+    **params: Any,
+) -> Loop:
+    """Return a loop over `target` with real sampler, stop rules and acceptance."""
+    sampling = SamplingParams(**params)
+    end_ids = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+    stops = StopRules(sampling, end_ids=end_ids, room=target.capacity - len(prompt), detokenizer=PlainDetokenizer())
+    sampler = Sampler(sampling, list(prompt), vocab_size=target.vocab_size, end_ids=end_ids)
+    ticks = itertools.count()
+    return Loop(target, drafter or NoDrafter(), sampler, stops, list(prompt), k=k, clock=lambda: float(next(ticks)))
+
+
+def run(target: Any, drafter: Drafter | None = None, **arguments: Any) -> tuple[list[int], Loop, list[Token]]:
+    """Run a loop to its end; return the generated ids, the loop and the tokens."""
+    loop = make_loop(target, drafter, **arguments)
+    tokens = list(loop.run())
+    return [token.id for token in tokens], loop, tokens
+
+
+def ngram() -> NgramDrafter:
+    return NgramDrafter()
+
+
+def chi_square(observed: Iterable[int], expected: Iterable[float]) -> tuple[float, int]:
+    """Return the statistic and its degrees of freedom; cells with fewer than 5 expected are merged."""
+    pairs = sorted(zip(observed, expected, strict=True), key=lambda pair: pair[1])
+    cells: list[list[float]] = [[0.0, 0.0]]
+    for seen, wanted in pairs:
+        if cells[-1][1] >= 5:
+            cells.append([0.0, 0.0])
+        cells[-1][0] += seen
+        cells[-1][1] += wanted
+    if len(cells) > 1 and cells[-1][1] < 5:
+        last = cells.pop()
+        cells[-1][0] += last[0]
+        cells[-1][1] += last[1]
+    return sum((seen - wanted) ** 2 / wanted for seen, wanted in cells), len(cells) - 1
+
+
+def chi_square_limit(degrees: int) -> float:
+    """Return the value exceeded with probability 1e-4 (Wilson and Hilferty 1931)."""
+    z = 3.719
+    return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3

@@ -1,0 +1,94 @@
+"""A toy engine whose logits depend on the whole content of its KV buffer, and that enforces the rules of real ones."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+POISON = -1  # what padding leaves in KV slots
+
+
+def hashed_logits(prefix: Sequence[int], vocab_size: int, *, salt: int = 0, scale: float = 2.0) -> NDArray[np.float32]:
+    """Return logits [V] that change with every token of the prefix."""
+    digest = hashlib.blake2b(repr((salt, tuple(prefix))).encode(), digest_size=8).digest()
+    rng = np.random.default_rng(int.from_bytes(digest, "little"))
+    return (scale * rng.standard_normal(vocab_size)).astype(np.float32)
+
+
+class ToyEngine:
+    """Tokens are its KV content; a row's logits are a function of the slots up to its own position.
+
+    Padding writes POISON into slots, and reading POISON fails: so does any use of stale or padded slots. Call
+    shapes are recorded in `widths_used`, and only the allowed ones are taken.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 5,
+        *,
+        capacity: int = 64,
+        verify_widths: tuple[int, ...] = (2, 4, 6, 10, 16),
+        prefill_width: int = 8,
+        logits: Callable[[Sequence[int]], NDArray[np.float32]] | None = None,
+        salt: int = 0,
+    ) -> None:
+        self.vocab_size, self.capacity, self.verify_widths = vocab_size, capacity, verify_widths
+        self.kv_length = 0
+        self.widths_used: list[int] = []
+        self.num_rows_read = 0
+        self._prefill_width = prefill_width
+        self._slots = [POISON] * (capacity + max(prefill_width, *verify_widths))
+        self._logits = logits or (lambda prefix: hashed_logits(prefix, vocab_size, salt=salt))
+
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        for start in range(0, len(token_ids), self._prefill_width):
+            self._call(token_ids[start : start + self._prefill_width], self._prefill_width)
+
+    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        width = next(w for w in self.verify_widths if w >= len(token_ids))
+        start = self.kv_length
+        self._call(token_ids, width)
+        return np.stack([self._row(start + row + 1) for row in range(len(token_ids))])
+
+    def decode(self, token_id: int) -> NDArray[np.float32]:
+        self._call((token_id,), 1)
+        return self._row(self.kv_length)
+
+    def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
+        self.rollback(start)
+        self._call(token_ids, width)
+        return np.stack([self._row(start + row + 1) for row in range(len(token_ids))])
+
+    def rollback(self, length: int) -> None:
+        assert 0 <= length <= self.kv_length
+        self.kv_length = length
+
+    def close(self) -> None:
+        self._slots = []
+
+    def _call(self, token_ids: Sequence[int], width: int) -> None:
+        assert 0 < len(token_ids) <= width
+        assert self.kv_length + len(token_ids) <= self.capacity, "a real engine would write beyond its capacity"
+        assert all(0 <= token < self.vocab_size for token in token_ids)
+        self.widths_used.append(width)
+        padded = [*token_ids, *[POISON] * (width - len(token_ids))]
+        self._slots[self.kv_length : self.kv_length + width] = padded
+        self.kv_length += len(token_ids)
+
+    def _row(self, length: int) -> NDArray[np.float32]:
+        prefix = self._slots[:length]
+        assert POISON not in prefix, "a padded or stale slot was read"
+        return self._logits(prefix)
+
+
+class RowDependentEngine(ToyEngine):
+    """Breaks the promise: its rows depend on the last token of the call, as per-tensor dynamic scales make them."""
+
+    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        rows = super().verify(token_ids)
+        return rows + np.float32(0.01 * token_ids[-1])
+
+    def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
+        rows = super().forward(token_ids, start, width)
+        return rows + np.float32(0.01 * token_ids[-1])
