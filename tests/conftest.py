@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported
+os.environ.setdefault("TQDM_DISABLE", "1")
+
 import specrt
 import tiny
-from specrt_export.artifact import ExportRequest, export
-from specrt_export.cli import default_cache_dir
-from specrt_export.progress import Progress
-from specrt_profiles.profile import Profile
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TQDM_DISABLE", "1")
-TINY_PROFILE = Profile(name="tiny", capacity=128, prefill_width=16, num_draft_tokens=3)
+from tiny import export_tiny
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,22 +27,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "qwen" in item.keywords:
                 item.add_marker(skip)
-
-
-def export_tiny(
-    source: Path, out: Path, *, draft: str = "ngram", profile: Profile = TINY_PROFILE, **request: object
-) -> Path:
-    """Export a small model silently."""
-    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
-        progress = Progress(stream=nowhere)
-        wanted = {
-            "model": str(source),
-            "draft": draft,
-            "profile": profile,
-            "out": out,
-            "cache_dir": default_cache_dir(),
-        }
-        return export(ExportRequest(**{**wanted, **request}), progress)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")

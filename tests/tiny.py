@@ -1,8 +1,16 @@
-"""Small random-weight models of many families, with a real byte-level tokenizer, as transformers directories."""
+"""Small random-weight models of many families with a real byte-level tokenizer, and their artifacts."""
 
+import io
+import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from specrt_profiles.profile import Profile
+
 VOCAB_SIZE = 384
+TINY_PROFILE = Profile(name="tiny", capacity=128, prefill_width=16, num_draft_tokens=3)
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
@@ -48,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": None}),
     "mistral-window": ("MistralConfig", _WINDOW),
     "gemma": ("GemmaConfig", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 32}),
-    "gemma2": ("Gemma2Config", {**_WINDOW, "query_pre_attn_scalar": 16}),
+    "gemma2": ("Gemma2Config", {**_WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3TextConfig", {**_WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}),
     "smollm3": ("SmolLM3Config", {**_GROUPED, "num_hidden_layers": 4}),
     "phi3": ("Phi3Config", _PHI3),
@@ -63,6 +71,11 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "starcoder2": ("Starcoder2Config", {**_GROUPED, "sliding_window": None}),
     "opt": ("OPTConfig", _OPT),
 }
+
+
+def profile(**changes: object) -> Profile:
+    """Return the tiny profile with other values."""
+    return replace(TINY_PROFILE, **changes)  # type: ignore[arg-type]
 
 
 def make_tokenizer(folder: Path, *, extra: tuple[str, ...] = ()) -> None:
@@ -97,3 +110,109 @@ def make_model(family: str, folder: Path, *, seed: int = 0, dtype: str = "float3
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     make_tokenizer(folder)
     return folder
+
+
+def make_shell(folder: Path, config: object, *, weights: bool = True) -> Path:
+    """Write what a model is judged by before any weight is read: its configuration and a file of weights.
+
+    `config` is a transformers configuration or the content of config.json.
+    """
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True)
+    if isinstance(config, dict):
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    else:
+        config.save_pretrained(folder)  # type: ignore[attr-defined]
+    if weights:
+        save_file({"weight": np.zeros(3, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def make_gguf(path: Path, *, seed: int = 0) -> Path:
+    """Save a random-weight Llama with its tokenizer and chat template as one GGUF file."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_name("Tiny")
+    writer.add_license("apache-2.0")
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(10000.0)
+    num_tokens = _add_gguf_tokenizer(writer, path.parent / "tokenizer")
+    rng = np.random.default_rng(seed)
+    matrices = {"token_embd": (num_tokens, 64), "output": (num_tokens, 64), "blk.0.attn_q": (64, 64)}
+    matrices |= {"blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64), "blk.0.attn_output": (64, 64)}
+    matrices |= {"blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96)}
+    for name, shape in matrices.items():
+        writer.add_tensor(f"{name}.weight", (0.2 * rng.standard_normal(shape)).astype(np.float32))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_gguf_tokenizer(writer: object, folder: Path) -> int:
+    from gguf import GGUFWriter, TokenType
+
+    assert isinstance(writer, GGUFWriter)
+    make_tokenizer(folder)
+    data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    added = {token["content"]: token["id"] for token in data["added_tokens"]}
+    ids = {**data["model"]["vocab"], **added}
+    tokens = sorted(ids, key=ids.__getitem__)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if token in added else TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in data["model"]["merges"]])
+    writer.add_eos_token_id(added["<|end|>"])
+    writer.add_chat_template(TEMPLATE)
+    return len(tokens)
+
+
+def export_tiny(
+    source: Path | None, out: Path, *, draft: str = "ngram", profile: Profile = TINY_PROFILE, **request: object
+) -> Path:
+    """Export a small model silently; `request` sets more fields of the `ExportRequest`."""
+    from specrt_export.artifact import ExportRequest, export
+    from specrt_export.cli import default_cache_dir
+    from specrt_export.progress import Progress
+
+    wanted = {
+        "model": None if source is None else str(source),
+        "draft": draft,
+        "profile": profile,
+        "out": out,
+        "cache_dir": default_cache_dir(),
+    }
+    return export(ExportRequest(**{**wanted, **request}), Progress(stream=io.StringIO()))  # type: ignore[arg-type]
+
+
+def assert_lossless(artifact: Path, cache_dir: Path) -> None:
+    """Compare k = 0 with k = 5 for every drafter, greedy and sampled; some proposals are accepted, some rejected."""
+    import specrt
+
+    num_proposed = num_accepted = 0
+    with specrt.load(artifact, cache_dir=cache_dir) as model:
+        for prompt in ([5, 9, 9, 5, 9, 9, 5], [17], list(range(40, 100))):
+            for temperature in (0.0, 1.0):
+                options = {"max_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 3}
+                plain = model.generate(prompt, k=0, **options)
+                assert len(plain.token_ids) == 30
+                for drafter in model.manifest.drafters:
+                    result = model.generate(prompt, k=5, drafter=drafter, **options)
+                    assert result.token_ids == plain.token_ids
+                    num_proposed += result.stats.num_proposed
+                    num_accepted += result.stats.num_accepted
+    assert 0 < num_accepted < num_proposed

@@ -86,9 +86,11 @@ class RowDependentEngine(ToyEngine):
     """Breaks the promise: its rows depend on the last token of the call, as per-tensor dynamic scales make them."""
 
     def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        rows = super().verify(token_ids)
-        return rows + np.float32(0.01 * token_ids[-1])
+        return self._shifted(super().verify(token_ids), token_ids)
 
     def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
-        rows = super().forward(token_ids, start, width)
-        return rows + np.float32(0.01 * token_ids[-1])
+        return self._shifted(super().forward(token_ids, start, width), token_ids)
+
+    def _shifted(self, rows: NDArray[np.float32], token_ids: Sequence[int]) -> NDArray[np.float32]:
+        rows[:, 0] += np.float32(token_ids[-1])
+        return rows

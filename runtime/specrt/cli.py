@@ -1,7 +1,11 @@
 """The `specrt` command. Everything heavy is imported by the command that needs it."""
 
+import contextlib
+import io
 import json
+import math
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,11 +33,27 @@ class _Group(click.Group):
             return command
         return super().get_command(ctx, cmd_name)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:
+            return super().parse_args(ctx, args)  # shows the help page
+        with _one_line_errors():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _one_line_errors():
             return super().invoke(ctx)
-        except SpecRTError as error:
-            _fail(str(error))
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """End the process with one line and code 1 where the user made a mistake; bugs keep their traceback."""
+    try:
+        yield
+    except SpecRTError as error:
+        _fail(str(error))
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "specrt"
+        _fail(f"{error.format_message()} (see '{command} --help')")
 
 
 @click.group(cls=_Group)
@@ -135,7 +155,8 @@ def bench(
     given.pop("k", None)
     with load(artifact, threads=threads) as model:
         drafter = given.pop("drafter", model.manifest.default_drafter)
-        with click.progressbar(length=num_runs(len(texts), ks, repeats), label="bench", file=sys.stderr) as bar:
+        where = sys.stderr if sys.stderr.isatty() else io.StringIO()
+        with click.progressbar(length=num_runs(len(texts), ks, repeats), label="bench", file=where) as bar:
             rows = run_bench(
                 model, texts, ks=ks, drafter=drafter, repeats=repeats, options=given,
                 chat=model.tokenizer.has_chat_template and not raw, on_run=lambda: bar.update(1),
@@ -192,10 +213,11 @@ def _print(stream: "Stream", *, as_json: bool) -> "Result":
 
 def _to_json(result: "Result") -> dict[str, Any]:
     fields = ("text", "token_ids", "finish_reason", "stop")
+    bias = {id_: value if math.isfinite(value) else str(value) for id_, value in result.params.logit_bias.items()}
     return {
         **{name: getattr(result, name) for name in fields},
         "logprobs": None if result.logprobs is None else [asdict(entry) for entry in result.logprobs],
-        "params": asdict(result.params),
+        "params": {**asdict(result.params), "logit_bias": bias},
         "stats": result.stats.to_dict(),
     }
 

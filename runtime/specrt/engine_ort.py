@@ -144,6 +144,8 @@ def engine_version() -> str:
 def _open_session(path: Path, threads: int | None) -> Any:
     import onnxruntime as ort
 
+    if threads is not None and threads < 1:
+        raise EngineError(f"threads: expected 1 or more, or None for one per physical core, found {threads}")
     if _both_installed():
         raise EngineError(
             "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: uninstall both, then "
@@ -161,7 +163,7 @@ def _open_session(path: Path, threads: int | None) -> Any:
 
 
 def _both_installed() -> bool:
-    names = {dist.metadata["Name"] for dist in metadata.distributions() if dist.metadata["Name"]}
+    names = {str(dist.metadata["Name"]).lower().replace("_", "-") for dist in metadata.distributions()}
     return {"onnxruntime", "onnxruntime-gpu"} <= names
 
 

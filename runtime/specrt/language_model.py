@@ -1,8 +1,10 @@
 """`specrt.load`: an artifact, ready to generate."""
 
+import copy
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +43,9 @@ class Result:
     `token_ids` are the generated ones, an end token included; `text` leaves special tokens and the stop string
     out. finish_reason: `stop` (an end token, stop id or stop string, named in `stop`), `length` (max_tokens),
     `capacity` or `cancelled`. `logprobs` has an entry per token if they were asked for. `params` are the
-    parameters that were in effect, the seed among them.
+    parameters that were in effect, the seed among them. `stats` count what was computed, also where a stream was
+    closed before all of it was taken. A cancelled result's text may lack its last characters: those that could
+    still have become a stop string or another character.
     """
 
     text: str
@@ -67,8 +71,8 @@ def load(path: str | Path, *, threads: int | None = None, cache_dir: Path | None
 class LanguageModel:
     """A loaded artifact. Serves one request at a time; a second one meanwhile is refused with `BusyError`.
 
-    It may be used from any thread, but belongs to the process that loaded it: engines do not survive a fork. Use it
-    as a context manager or call `close` to release the memory.
+    It may be used from any thread, but belongs to the process that loaded it: engines do not survive a fork. Call
+    `close` to release the memory, or use it as a context manager, which also ends a request in progress.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class LanguageModel:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
+        self._stream: Callable[[], Stream | None] = lambda: None
         self.target = self._engine("target")
         self.target.verify_widths = self._ladder(cache_dir)
 
@@ -102,13 +107,17 @@ class LanguageModel:
         given = check_options(options)
         self._claim()
         try:
-            return Stream(self._request(prompt, given, target or self.target), self._lock.release)
+            stream = Stream(self._request(prompt, given, target or self.target), self._lock.release)
         except BaseException:
             self._lock.release()
             raise
+        self._stream = weakref.ref(stream)
+        return stream
 
     def close(self) -> None:
-        """Release the engines. A request in progress must be closed first."""
+        """Release the engines. A request in progress must be closed first. Safe to call again."""
+        if self._closed:
+            return
         self._claim()
         self._closed = True
         for engine in self._engines.values():
@@ -119,8 +128,12 @@ class LanguageModel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._closed:
-            self.close()
+        if os.getpid() != self._process:
+            return
+        stream = self._stream()
+        if stream is not None:
+            stream.close()
+        self.close()
 
     @property
     def max_k(self) -> int:
@@ -159,10 +172,7 @@ class LanguageModel:
         return self._engines[name]
 
     def _claim(self) -> None:
-        if os.getpid() != self._process:
-            raise BusyError(
-                f"loaded in process {self._process}, used in {os.getpid()}: load the artifact after the fork"
-            )
+        _check_process(self._process)
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 "another request is in progress: finish or close its stream first, or load the artifact once more"
@@ -192,6 +202,11 @@ class LanguageModel:
         return found.ladder(spec.verify_widths)
 
 
+def _check_process(process: int) -> None:
+    if os.getpid() != process:
+        raise BusyError(f"loaded in process {process}, used in {os.getpid()}: load the artifact after the fork")
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """A prepared request: its loop, and what the result will be made of."""
@@ -212,11 +227,13 @@ class Stream(Iterator[Token]):
         self._request = request
         self._tokens = request.loop.run()
         self._release: Callable[[], None] | None = release
+        self._process = os.getpid()
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
 
     def __next__(self) -> Token:
+        _check_process(self._process)
         try:
             token = next(self._tokens)
         except BaseException:  # StopIteration, an error or an interrupt: this request is over
@@ -233,9 +250,12 @@ class Stream(Iterator[Token]):
         self._request.loop.cancel()
 
     def close(self) -> None:
-        """End the request now. Safe to call again."""
+        """End the request now. Safe to call again, but not while another thread takes a token: see `cancel`."""
         if self._release is not None:
-            self._tokens.close()
+            try:
+                self._tokens.close()
+            except ValueError:
+                raise BusyError("another thread is taking a token of this stream: cancel it instead") from None
             self.cancel()
             self._release()
             self._release = None
@@ -244,14 +264,16 @@ class Stream(Iterator[Token]):
     def result(self) -> Result:
         """What was generated so far; `finish_reason` is `cancelled` if the request was not run to its end."""
         request = self._request
+        loop, ids = request.loop, tuple(self._ids)
+        reason = loop.finish_reason if len(ids) == loop.stats.num_tokens else None
         return Result(
             text="".join(self._texts),
-            token_ids=tuple(self._ids),
-            finish_reason=request.loop.finish_reason or "cancelled",
-            stop=request.stops.cause,
+            token_ids=ids,
+            finish_reason=reason or "cancelled",
+            stop=request.stops.cause if reason else None,
             logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
             params=request.params,
-            stats=request.loop.stats,
+            stats=copy.deepcopy(loop.stats),
         )
 
     def __enter__(self) -> Self:

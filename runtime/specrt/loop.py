@@ -113,9 +113,8 @@ class Loop:
         if limit < 1:
             return Proposal()
         proposal = self._guarded(lambda: self._checked(self._drafter.propose(self.tokens, limit), limit))
-        self._sampler.rewind(
-            len(self.tokens)
-        )  # drafters push their guesses; whatever happened, the prefix is ours again
+        # Drafters push their guesses to the sampler's history; whatever happened to them, the prefix is ours again.
+        self._sampler.rewind(len(self.tokens))
         return proposal or Proposal()
 
     def _checked(self, proposal: Proposal, limit: int) -> Proposal:

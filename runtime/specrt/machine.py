@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """Return the folder for measured facts: ~/.cache/specrt/machine."""
-    return Path.home() / ".cache" / "specrt" / "machine"
+    """Return the folder for measured facts: ~/.cache/specrt/machine, or one for temporary files without a home."""
+    try:
+        return Path.home() / ".cache" / "specrt" / "machine"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "specrt" / "machine"
 
 
 def remembered_widths(

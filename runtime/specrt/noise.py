@@ -52,8 +52,11 @@ class Noise:
 
 
 def gumbel(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Turn 64 random bits into standard Gumbel noise, -log(-log(1 - u)) with u in (0, 1); never infinite."""
-    u = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    """Turn 64 random bits into standard Gumbel noise, -log(-log(1 - u)) with u in (0, 1).
+
+    52 of the bits are used: with 53 the largest u would round to 1 and its noise to minus infinity.
+    """
+    u = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     result: NDArray[np.float64] = -np.log(-np.log1p(-u))
     return result
 

@@ -28,7 +28,7 @@ def load_prompts(path: Path | None, *, limit: int | None = None) -> list[BenchPr
         raise RequestError(f"{name}: cannot be read as UTF-8 text: {error}") from None
     counts: dict[str, int] = {}
     prompts = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         prompt = _parse(line, f"{name}, line {number}")
@@ -44,6 +44,8 @@ def _parse(line: str, where: str) -> BenchPrompt:
     try:
         data = json.loads(line)
         turns = data["turns"] if "turns" in data else [data["prompt"]]
-        return BenchPrompt(str(data.get("category", "all")), str(turns[0]))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise RequestError(f"{where}: expected a JSON object with 'turns' or 'prompt', found {line[:60]!r}") from None
+        if isinstance(turns, list) and isinstance(turns[0], str):
+            return BenchPrompt(str(data.get("category", "all")), turns[0])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        pass
+    raise RequestError(f"{where}: expected a JSON object with 'turns' or 'prompt', found {line[:60]!r}")

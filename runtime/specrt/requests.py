@@ -1,8 +1,10 @@
 """Options of a request as a user gives them, and their resolution against the artifact's defaults."""
 
+import operator
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 from specrt.drafters import ngram
@@ -51,7 +53,7 @@ class Options(TypedDict, total=False):
 
 
 _SAMPLING = tuple(SamplingParams.__dataclass_fields__)
-_FILTERS = ("top_k", "top_p", "min_p")
+_FILTERS = {name: SamplingParams.__dataclass_fields__[name].default for name in ("top_k", "top_p", "min_p")}
 _INTEGERS = (
     "top_k",
     "min_tokens",
@@ -77,19 +79,71 @@ class Speculation:
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not None; raises `RequestError` for an unknown name or a wrong type."""
+    """Return the options that are not None, with plain Python values.
+
+    Raises `RequestError` for an unknown name or a wrong type.
+    """
     known = Options.__annotations__
     for name in options:
         if name not in known:
             raise RequestError(f"unknown option {name!r}{nearest(name, known)}")
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in _INTEGERS and not (is_number and float(value).is_integer()):
-            raise RequestError(f"{name}: expected a whole number, found {value!r}")
-        if name in _NUMBERS and not is_number:
-            raise RequestError(f"{name}: expected a number, found {value!r}")
-    return given
+    return {name: _plain(name, value) for name, value in options.items() if value is not None}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name in _INTEGERS:
+        return _whole(name, value)
+    if name in _NUMBERS:
+        return _number(name, value)
+    if name == "ignore_eos" and not isinstance(value, bool):
+        raise RequestError(f"{name}: expected True or False, found {value!r}")
+    if name == "stop":
+        texts = (value,) if isinstance(value, str) else _items(name, value, "a text or a list of texts")
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(f"{name}: expected a text or a list of texts, found {value!r}")
+        return tuple(texts)
+    if name == "stop_token_ids":
+        return tuple(_token_id(name, item) for item in _items(name, value, "a list of token ids"))
+    if name == "logit_bias":
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{name}: expected a dict from token ids to numbers, found {value!r}")
+        return {_token_id(name, token): _number(name, bias) for token, bias in value.items()}
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, Real) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        pass
+    raise RequestError(f"{name}: expected a number, found {value!r}")
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise RequestError(f"{name}: expected a whole number, found {value!r}")
+
+
+def _items(name: str, value: Any, wanted: str) -> list[Any]:
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        try:
+            return list(value)
+        except TypeError:  # an array without dimensions
+            pass
+    raise RequestError(f"{name}: expected {wanted}, found {type(value).__name__}")
+
+
+def _token_id(name: str, item: Any) -> int:
+    try:
+        if not isinstance(item, bool):
+            return operator.index(item)
+    except TypeError:
+        pass
+    raise RequestError(f"{name}: expected token ids, found {item!r}")
 
 
 def resolve_sampling(
@@ -105,14 +159,11 @@ def resolve_sampling(
     }
     values["bad_words"] = defaults.bad_words_ids
     values |= {name: value for name, value in given.items() if name in _SAMPLING}
-    if values["temperature"] == 0 and "temperature" not in given and any(name in given for name in _FILTERS):
+    filtered = any(given.get(name, neutral) != neutral for name, neutral in _FILTERS.items())
+    if values["temperature"] == 0 and "temperature" not in given and filtered:
         values["temperature"] = 1.0
     if "bad_words" in given:
         values["bad_words"] = (*defaults.bad_words_ids, *_bad_words(given["bad_words"], tokenizer))
-    stop = values.get("stop", ())
-    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
-    values["logit_bias"] = {int(token): float(value) for token, value in dict(values.get("logit_bias", {})).items()}
     values.setdefault("seed", secrets.randbits(63))
     params = SamplingParams(**values)
     ids = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids,
@@ -134,17 +185,19 @@ def resolve_speculation(
         raise RequestError(f"k: expected 0 (plain) to {max_k} (the widest verify call less one), found {k}")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
+    ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
     return Speculation(drafter=drafter, k=k, prompt_lookup_max=longest, prompt_lookup_min=shortest)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, capacity: int) -> list[int]:
     """Return the token ids of a text, of messages, or of token ids; raises `RequestError` if empty or too long."""
+    items = [] if isinstance(prompt, str) else _items("prompt", prompt, "a text, token ids or messages")
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-    elif prompt and all(isinstance(item, Mapping) for item in prompt):
-        ids = tokenizer.encode(tokenizer.render(prompt), add_special_tokens=False)  # type: ignore[arg-type]
+    elif items and all(isinstance(item, Mapping) for item in items):
+        ids = tokenizer.encode(tokenizer.render(items), add_special_tokens=False)
     else:
-        ids = [_token_id(item) for item in prompt]
+        ids = [_token_id("prompt", item) for item in items]
     if not ids:
         raise RequestError("the prompt is empty: expected at least one token")
     if len(ids) > capacity:
@@ -155,30 +208,22 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, capacit
     return ids
 
 
-def check_token_ids(ids: Any, vocab_size: int, *, what: str) -> None:
+def check_token_ids(ids: Iterable[int], vocab_size: int, *, what: str) -> None:
     """Raise `RequestError` for an id outside the vocabulary."""
     for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+        if not 0 <= token < vocab_size:
             raise RequestError(f"{what}: expected token ids from 0 to {vocab_size - 1}, found {token!r}")
-
-
-def _token_id(item: Any) -> int:
-    try:
-        return int(item.__index__())
-    except AttributeError:
-        raise RequestError(f"prompt: expected a text, token ids or messages, found {type(item).__name__}") from None
 
 
 def _bad_words(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """Return id sequences; a text is banned at the beginning of a text and after a space."""
-    if isinstance(words, str):
-        raise RequestError("bad_words: expected a list of texts or of id lists, found one text")
+    wanted = "a list of texts or of id lists"
     found: list[tuple[int, ...]] = []
-    for word in words:
+    for word in _items("bad_words", words, wanted):
         forms = (
             [tokenizer.encode(lead + word, add_special_tokens=False) for lead in ("", " ")]
             if isinstance(word, str)
-            else [word]
+            else [[_token_id("bad_words", item) for item in _items("bad_words", word, wanted)]]
         )
         found += [tuple(ids) for ids in forms if tuple(ids) not in found]
     return found

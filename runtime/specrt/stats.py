@@ -64,9 +64,7 @@ class Statistics:
 
     def count(self, *, proposed: int, accepted: int, committed: int) -> None:
         """Add one step that committed `committed` tokens, the first `accepted` of `proposed` guesses among them."""
-        if (
-            committed <= accepted
-        ):  # a stop cut the block: what came after it was never offered, as far as anyone can see
+        if committed <= accepted:  # a stop cut the block: nothing after it was ever offered
             proposed = accepted = committed
         self.num_steps += 1
         self.num_tokens += committed

@@ -35,6 +35,7 @@ class StopRules:
         self._detokenizer = detokenizer
         self._longest = max((len(stop) for stop in params.stop), default=0)
         self._pending = ""  # decoded but not yet emitted
+        self._unarmed = 0  # so much of it came before `min_tokens`: no stop string ends there
         self.num_tokens = 0
         self.cause: int | str | None = None
 
@@ -61,7 +62,9 @@ class StopRules:
         reason: FinishReason | None = "stop" if ended else self.exhausted()
         if reason is not None:
             self._pending += self._detokenizer.flush()
-        if armed and self._cut_at_stop():
+        if not armed:
+            self._unarmed = len(self._pending)
+        elif self._cut_at_stop():
             reason = "stop"
         elif ended:
             self.cause = token_id
@@ -69,7 +72,8 @@ class StopRules:
 
     def _cut_at_stop(self) -> bool:
         """Cut the pending text before the earliest stop string in it."""
-        found = [(at, stop) for stop in self._params.stop if (at := self._pending.find(stop)) >= 0]
+        begin = {stop: max(0, self._unarmed + 1 - len(stop)) for stop in self._params.stop}
+        found = [(at, stop) for stop in begin if (at := self._pending.find(stop, begin[stop])) >= 0]
         if not found:
             return False
         at, self.cause = min(found, key=lambda item: item[0])
@@ -85,4 +89,5 @@ class StopRules:
             held = len(tail) - next(starts, len(tail))
         cut = len(self._pending) - held
         text, self._pending = self._pending[:cut], self._pending[cut:]
+        self._unarmed = max(0, self._unarmed - cut)
         return text

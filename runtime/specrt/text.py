@@ -12,7 +12,9 @@ from specrt_profiles.manifest import Vocabulary
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _CONTEXT = 6  # prompt tokens decoded along with the first output token, so that its leading space is known
-_LONGEST_WAIT = 16  # tokens after which text that still ends in half a character is given out as it is
+_LONGEST_WAIT = 16  # tokens after which all but the last U+FFFD is given out, and tokens without text are dropped
+_LONGEST_HALF = 3  # bytes, and so tokens, of a character that lacks its last
+_HALF = "\ufffd"
 
 Message = Mapping[str, Any]
 
@@ -28,6 +30,8 @@ class Tokenizer:
             self._backend: Any = Backend.from_file(str(path))
         except Exception as error:
             raise TextError(f"{path}: not a readable tokenizer: {error}") from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
         template = folder / CHAT_TEMPLATE_FILE
         self._template_text = template.read_text("utf-8") if template.is_file() else None
         self._special_tokens = dict(vocabulary.special_tokens)
@@ -42,7 +46,9 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:
-            raise TextError(f"the text cannot be tokenized: {error}") from None
+            where = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            reason = error if where is None else f"character {where} is half of a surrogate pair, not valid in UTF-8"
+            raise TextError(f"the text cannot be tokenized: {reason}") from None
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -51,7 +57,7 @@ class Tokenizer:
         return text
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Return the text that the chat template makes of messages (`role`, `content`).
+        """Return the text that the chat template makes of messages (`role`, `content`); a key that is None is left out.
 
         Raises `TextError` when there is no template, or with the template's own words when it refuses the messages.
         """
@@ -62,16 +68,16 @@ class Tokenizer:
         try:
             template = _environment().from_string(self._template_text)
             text: str = template.render(
-                messages=list(messages),
+                messages=[{key: value for key, value in m.items() if value is not None} for m in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
                 **self._special_tokens,
             )
         except TemplateError as error:
-            raise TextError(f"the chat template refuses the messages: {error}") from None
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise TextError(f"the chat template fails on the messages: {error}") from None
+            raise TextError(f"the chat template refuses the messages: {_one_line(error)}") from None
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise TextError(f"the chat template fails on the messages: {_one_line(error)}") from None
         return text
 
     def detokenizer(self, prompt: Sequence[int]) -> "IncrementalDetokenizer":
@@ -83,51 +89,86 @@ class IncrementalDetokenizer:
     """Decodes a growing output; what it returns, joined, is the text of the output.
 
     A token can be part of a character, and a decoder may treat the first token of a text unlike the others. So
-    each time a few tokens before the new ones are decoded with and without them, and the difference is the new
-    text.
+    each time a few tokens before the new ones are decoded with them, and what was not in the text before is new. A
+    U+FFFD at the end may be the beginning of a character: it waits for the tokens after it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
         self._start = 0  # the window begins here
-        self._given = len(self._ids)  # tokens whose text has been given out
+        self._settled = len(self._ids)  # the text of so many tokens has been given out
+        self._given = len(self._window())  # characters of the window that have been given out
 
     def push(self, token_id: int) -> str:
         """Take a token; return the text that is now certain."""
         self._ids.append(token_id)
-        text = self._new_text()
-        if text.endswith("\ufffd") and len(self._ids) - self._given < _LONGEST_WAIT:
-            return ""
-        return self._give(text)
+        text = self._window()
+        certain = text.rstrip(_HALF)
+        if len(certain) == len(text):
+            return self._settle(text)
+        if len(self._ids) - self._settled < _LONGEST_WAIT:
+            return self._give(certain)
+        piece = self._give(text[: -len(_HALF)])
+        self._start = self._settled = len(self._ids) - _LONGEST_HALF
+        self._given = len(self._window().removesuffix(_HALF))
+        return piece
 
     def flush(self) -> str:
         """Return the text held back, with U+FFFD for bytes that never became a character."""
-        return self._give(self._new_text())
+        return self._give(self._window())
 
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._start : self._given])
-        return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+    def _window(self) -> str:
+        return self._tokenizer.decode(self._ids[self._start :])
+
+    def _settle(self, text: str) -> str:
+        """Give out a window that ends in a whole character, and move it on."""
+        piece = self._give(text)
+        if piece:
+            self._start, self._settled = self._settled, len(self._ids)
+            self._given = len(self._window())
+        elif len(self._ids) - self._settled > _LONGEST_WAIT:
+            self._ids.pop()  # another token without text
+        return piece
 
     def _give(self, text: str) -> str:
-        if text:
-            self._start, self._given = self._given, len(self._ids)
-        return text
+        piece = text[self._given :]
+        self._given = max(self._given, len(text))
+        return piece
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _environment() -> Any:
     """Return the sandbox that chat templates are written for (the settings and functions transformers gives them)."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}, which marks the assistant's own words for training: here its content alone."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None,
+        separators: tuple[str, str] | None = None, sort_keys: bool = False,
+    ) -> str:  # fmt: skip
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)

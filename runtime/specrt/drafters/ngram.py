@@ -19,10 +19,7 @@ class NgramDrafter:
     name = "ngram"
 
     def __init__(self, *, max_ngram: int = DEFAULT_MAX, min_ngram: int = DEFAULT_MIN) -> None:
-        if not 1 <= min_ngram <= max_ngram:
-            raise RequestError(
-                f"prompt_lookup_min, prompt_lookup_max: expected 1 <= min <= max, found {min_ngram} and {max_ngram}"
-            )
+        check_sizes(max_ngram=max_ngram, min_ngram=min_ngram)
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its latest occurrence
         self._indexed = 0
@@ -49,6 +46,14 @@ class NgramDrafter:
                 if size <= end:
                     self._next[tuple(tokens[end - size : end])] = end
         self._indexed = len(tokens)
+
+
+def check_sizes(*, max_ngram: int, min_ngram: int) -> None:
+    """Raise `RequestError` unless 1 <= min_ngram <= max_ngram."""
+    if not 1 <= min_ngram <= max_ngram:
+        raise RequestError(
+            f"prompt_lookup_min, prompt_lookup_max: expected 1 <= min <= max, found {min_ngram} and {max_ngram}"
+        )
 
 
 def _continue(tokens: Sequence[int], follows: int, limit: int) -> tuple[int, ...]:

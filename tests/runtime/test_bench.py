@@ -1,0 +1,185 @@
+"""`specrt bench`: every setting on every prompt in turn, against the fastest plain decoding, tokens compared."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specrt import LanguageModel, SpecRTError, Statistics
+from specrt.bench import PLAIN, PLAIN_ONE, BenchRow, OneRowEngine, _row, format_table, num_runs, run_bench
+from specrt.prompts import BenchPrompt
+from toy import ToyEngine
+
+PROMPTS = [
+    BenchPrompt("code", "def mean(values):"),
+    BenchPrompt("chat", "the quick brown"),
+    BenchPrompt("code", "return sum(values)"),
+]
+Run = Callable[..., list[BenchRow]]
+
+
+@pytest.fixture
+def bench(tiny_model: LanguageModel) -> Run:
+    """Return a function that benchmarks the tiny model."""
+
+    def run(**changes: Any) -> list[BenchRow]:
+        arguments: dict[str, Any] = {
+            "ks": [1, 3], "drafter": "ngram", "repeats": 2, "options": {"max_tokens": 20, "ignore_eos": True},
+            "chat": False, "on_run": lambda: None,
+        }  # fmt: skip
+        return run_bench(tiny_model, PROMPTS, **{**arguments, **changes})
+
+    return run
+
+
+def test_there_is_a_row_for_every_category_and_setting(bench: Run) -> None:
+    settings = [PLAIN_ONE, PLAIN, "k=1", "k=3"]
+    expected = [(category, setting) for category in ("code", "chat", "all") for setting in settings]
+    assert [(row.category, row.setting) for row in bench()] == expected
+
+
+def test_tokens_are_those_of_one_run_of_each_prompt(bench: Run) -> None:
+    found = {row.category: row.num_tokens for row in bench() if row.setting == "k=3"}
+    assert found == {"code": 40, "chat": 20, "all": 60}
+
+
+def test_prompts_without_a_category_are_counted_once(tiny_model: LanguageModel) -> None:
+    prompts = [BenchPrompt("all", "the quick"), BenchPrompt("all", "def mean")]
+    options: Any = {"max_tokens": 5, "ignore_eos": True}
+    rows = run_bench(
+        tiny_model, prompts, ks=[], drafter="ngram", repeats=1, options=options, chat=False, on_run=lambda: None
+    )
+    assert [(row.category, row.setting, row.num_tokens) for row in rows] == [("all", PLAIN_ONE, 10), ("all", PLAIN, 10)]
+
+
+def test_speedups_are_relative_to_plain_decoding_in_calls_of_one_token(bench: Run) -> None:
+    rows = bench()
+    base = {row.category: row.tokens_per_s for row in rows if row.setting == PLAIN_ONE}
+    for row in rows:
+        assert row.tokens_per_s > 0
+        assert row.speedup == pytest.approx(row.tokens_per_s / base[row.category])
+        assert 0 <= row.rest <= 1
+        assert row.spread >= 0
+    assert {row.speedup for row in rows if row.setting == PLAIN_ONE} == {1.0}
+
+
+def test_plain_settings_have_a_block_efficiency_of_one(bench: Run) -> None:
+    for row in bench(drafter="model"):
+        if row.setting in (PLAIN_ONE, PLAIN):
+            assert (row.block_efficiency, row.acceptance_rate) == (1.0, 0.0)
+        else:
+            assert row.block_efficiency > 1
+            assert 0 < row.acceptance_rate <= 1
+
+
+def test_only_plain_1_uses_calls_of_one_token(bench: Run, tiny_model: LanguageModel) -> None:
+    target: Any = tiny_model.target
+    bench(ks=[])
+    assert (1, 1) in target._calls
+    assert {(width, rows) for width, rows in target._calls if rows} >= {(1, 1), (2, 2)}
+
+
+def test_progress_is_told_after_every_run(bench: Run) -> None:
+    calls: list[None] = []
+    bench(on_run=lambda: calls.append(None))
+    assert len(calls) == num_runs(len(PROMPTS), [1, 3], 2) == 3 * 4 * 2
+
+
+@pytest.fixture
+def started(tiny_model: LanguageModel) -> list[Any]:
+    """Every request that is started: prompt, options, whether it decodes in calls of one token."""
+    requests: list[Any] = []
+    model: Any = tiny_model
+    start = model.start
+
+    def record(prompt: Any, options: Any, *, target: Any = None) -> Any:
+        requests.append((prompt, options, target is not None))
+        return start(prompt, options, target=target)
+
+    model.start = record
+    return requests
+
+
+def test_every_setting_runs_once_before_anything_is_measured(bench: Run, started: list[Any]) -> None:
+    bench(ks=[3], repeats=1)
+    order = [(options["k"], one_row) for _, options, one_row in started]
+    assert order == [(0, True), (0, False), (3, False)] * 4
+    assert [options["max_tokens"] for _, options, _ in started] == [8] * 3 + [20] * 9
+
+
+def test_chat_prompts_go_through_the_template(bench: Run, started: list[Any]) -> None:
+    bench(chat=True, ks=[], repeats=1)
+    assert started[0][0] == [{"role": "user", "content": PROMPTS[0].text}]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_setting_that_gives_other_tokens_is_found(bench: Run, tiny_model: LanguageModel, temperature: float) -> None:
+    model: Any = tiny_model
+    start = model.start
+
+    def wrong(prompt: Any, options: Any, **named: Any) -> Any:
+        changed = {**options, "logit_bias": {60: 30.0}} if options["k"] == 3 else options
+        return start(prompt, changed, **named)
+
+    options = {"max_tokens": 20, "ignore_eos": True, "temperature": temperature}
+    bench(options=options)
+    model.start = wrong
+    with pytest.raises(SpecRTError, match=r"k=3 gave other tokens than plain on 'def mean\(values\):': run 'specrt"):
+        bench(options=options)
+
+
+def test_rejection_may_give_other_tokens(bench: Run) -> None:
+    options = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "coupling": "rejection"}
+    assert len(bench(options=options, drafter="model")) == 12
+
+
+def test_sampled_settings_share_one_seed_and_a_given_seed_is_used(bench: Run, started: list[Any]) -> None:
+    bench(options={"max_tokens": 3, "temperature": 1.0})
+    assert {options["seed"] for _, options, _ in started} == {0}
+    started.clear()
+    bench(options={"max_tokens": 3, "temperature": 1.0, "seed": 7})
+    assert {options["seed"] for _, options, _ in started} == {7}
+
+
+def test_a_prompt_without_output_divides_by_nothing(bench: Run) -> None:
+    rows = bench(options={"max_tokens": 0})
+    assert {(row.num_tokens, row.tokens_per_s, row.speedup, row.block_efficiency) for row in rows} == {(0, 0, 0, 0)}
+
+
+def timed(seconds: float, tokens: int) -> Statistics:
+    stats = Statistics(drafter="none", num_prompt_tokens=1)
+    for _ in range(tokens):
+        stats.count(proposed=0, accepted=0, committed=1)
+    stats.verify_s, stats.rest_s, stats.prefill_s = 0.75 * seconds, 0.25 * seconds, 1e6
+    return stats
+
+
+def test_a_row_takes_the_median_of_each_prompts_repeats() -> None:
+    runs = {
+        ("all", PLAIN_ONE): [[timed(1.0, 10)] * 3, [timed(1.0, 10)] * 3],
+        ("all", "k=3"): [[timed(s, 10) for s in (0.5, 9.0, 0.25)], [timed(s, 10) for s in (0.5, 0.5, 0.5)]],
+    }
+    row = _row("all", "k=3", runs)
+    assert (row.num_tokens, row.tokens_per_s, row.speedup, row.rest) == (20, 20.0, 2.0, 0.25)
+    assert row.spread == pytest.approx((8.75 / 0.5 + 0) / 2)
+
+
+@pytest.mark.parametrize("category", ["all", "a very long category"])
+def test_the_table_has_a_line_per_row_and_a_gap_between_categories(bench: Run, category: str) -> None:
+    rows = bench()
+    rows = [replace(row, category=category if row.category == "all" else row.category) for row in rows]
+    lines = format_table(rows).splitlines()
+    assert len(lines) == 2 + len(rows) + 2
+    assert lines.count("") == 2
+    assert len({len(line) for line in lines if line}) == 1, "columns are out of line"
+
+
+def test_one_row_engine_is_the_engine_with_calls_of_width_1() -> None:
+    engine = ToyEngine(50)
+    one = OneRowEngine(engine)
+    one.prefill([1, 2, 3])
+    assert one.verify([4]).shape == (1, 50)
+    assert (engine.widths_used, one.verify_widths, one.kv_length) == ([8, 1], (1,), 4)
+    one.rollback(2)
+    assert (one.kv_length, one.vocab_size, one.capacity) == (2, 50, 64)

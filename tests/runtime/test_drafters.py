@@ -1,0 +1,158 @@
+"""What the drafters propose, and the bookkeeping of the draft engine."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from parts import ListDrafter, run
+from specrt.acceptance import Proposal
+from specrt.drafters.model import ModelDrafter
+from specrt.drafters.ngram import NgramDrafter
+from specrt.errors import RequestError
+from specrt.sampling import Sampler, SamplingParams
+from toy import ToyEngine, hashed_logits
+
+V = 5
+
+
+def look_up(tokens: Sequence[int], limit: int, **sizes: int) -> tuple[int, ...]:
+    drafter = NgramDrafter(**sizes)
+    drafter.start(tokens, make_sampler(tokens))
+    return drafter.propose(tokens, limit).token_ids
+
+
+def make_sampler(tokens: Sequence[int], **params: object) -> Sampler:
+    return Sampler(SamplingParams(**params), list(tokens), vocab_size=V, end_ids=())  # type: ignore[arg-type]
+
+
+def reference(tokens: Sequence[int], limit: int, max_ngram: int, min_ngram: int) -> tuple[int, ...]:
+    """The same by scanning: longest n-gram first, most recent place first, going on over the guess itself."""
+    for size in range(max_ngram, min_ngram - 1, -1):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if list(tokens[start : start + size]) == list(tokens[-size:]):
+                known = list(tokens)
+                for i in range(limit):
+                    known.append(known[start + size + i])
+                return tuple(known[len(tokens) :])
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2], 3, (3, 4, 1)),
+        ([1, 2, 9, 1, 2, 3, 1, 2], 2, (3, 1)),  # most recent
+        ([7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2], 1, (5,)),  # longest first
+        ([1, 2, 1, 2], 5, (1, 2, 1, 2, 1)),  # beyond the end of the text
+        ([4, 4], 4, (4, 4, 4, 4)),
+        ([1, 2, 3], 3, ()),
+        ([1], 3, ()),
+        ([], 3, ()),
+    ],
+)
+def test_prompt_lookup(tokens: list[int], limit: int, expected: tuple[int, ...]) -> None:
+    assert look_up(tokens, limit) == expected
+
+
+@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(1, 1), (3, 1), (4, 2), (3, 3)])
+def test_prompt_lookup_is_a_scan_of_the_text(max_ngram: int, min_ngram: int) -> None:
+    rng = np.random.default_rng(0)
+    for size in (2, 3, 8):
+        tokens: list[int] = []
+        drafter = NgramDrafter(max_ngram=max_ngram, min_ngram=min_ngram)
+        drafter.start(tokens, make_sampler([0]))
+        for _ in range(120):
+            limit = int(rng.integers(1, 12))
+            assert drafter.propose(tokens, limit).token_ids == reference(tokens, limit, max_ngram, min_ngram)
+            tokens += rng.integers(0, size, rng.integers(1, 5)).tolist()
+
+
+def test_a_new_request_forgets_the_last() -> None:
+    drafter = NgramDrafter()
+    drafter.start([1, 2, 3, 1], make_sampler([0]))
+    assert drafter.propose([1, 2, 3, 1], 1).token_ids == (2,)
+    drafter.start([3, 1], make_sampler([0]))
+    assert drafter.propose([3, 1], 1).token_ids == ()
+
+
+@pytest.mark.parametrize(("longest", "shortest"), [(0, 0), (2, 3), (3, 0), (-1, -1)])
+def test_impossible_lengths_are_refused(longest: int, shortest: int) -> None:
+    with pytest.raises(RequestError, match="prompt_lookup_min, prompt_lookup_max"):
+        NgramDrafter(max_ngram=longest, min_ngram=shortest)
+
+
+def test_the_draft_is_fed_every_token_once() -> None:
+    fed: list[int] = []
+
+    class Counting(ToyEngine):
+        def _call(self, token_ids: Sequence[int], width: int) -> None:
+            fed.append(len(token_ids))
+            super()._call(token_ids, width)
+
+    _, loop, _ = run(ToyEngine(V), ModelDrafter(Counting(V), vocab_size=V), k=4, prompt=[1] * 9, max_tokens=25)
+    steps = loop.stats.num_steps
+    assert fed[:4] == [8, 1, 1, 1]  # the prompt in chunks without its last token, which the first proposal feeds
+    assert sum(fed) == 9 + 4 * steps - 1 + (steps - 1)  # one catch-up token more after each full acceptance
+
+
+@pytest.mark.parametrize("drop", ["other steps", "plain steps"])
+def test_the_draft_catches_up_with_tokens_it_did_not_draft(drop: str) -> None:
+    model = ModelDrafter(ToyEngine(V, salt=9), vocab_size=V)
+
+    class Sometimes(ListDrafter):
+        def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
+            model.start(tokens, sampler)
+
+        def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+            if len(tokens) % 3:
+                return Proposal((0,) * limit) if drop == "other steps" else Proposal()
+            proposal = model.propose(tokens, limit)
+            guess: list[int] = []
+            for _ in range(limit):
+                guess.append(int(np.argmax(hashed_logits([*tokens, *guess], V, salt=9))))
+            assert proposal.token_ids == tuple(guess)
+            return proposal
+
+    plain, _, _ = run(ToyEngine(V), max_tokens=40)
+    ids, loop, _ = run(ToyEngine(V), Sometimes(lambda tokens, limit: ()), k=4, max_tokens=40)
+    assert ids == plain
+    assert not loop.stats.num_drafter_faults
+
+
+def test_the_draft_stops_at_its_own_capacity_and_decoding_goes_on() -> None:
+    draft = ToyEngine(V, capacity=10)
+    ids, loop, _ = run(ToyEngine(V), ModelDrafter(draft, vocab_size=V), k=3, max_tokens=30)
+    assert len(ids) == 30
+    assert draft.kv_length <= 10
+    assert loop.stats.num_drafter_faults == 0
+    assert loop.stats.num_proposed < 12
+
+
+def test_a_prompt_beyond_the_drafts_capacity_is_decoded_plainly() -> None:
+    ids, loop, _ = run(ToyEngine(V), ModelDrafter(ToyEngine(V, capacity=4), vocab_size=V), prompt=[1] * 9, max_tokens=8)
+    assert (len(ids), loop.stats.num_proposed, loop.stats.num_drafter_faults) == (8, 0, 0)
+
+
+def test_sampled_drafts_carry_the_law_they_were_drawn_from() -> None:
+    engine = ToyEngine(V)
+    drafter = ModelDrafter(engine, vocab_size=V)
+    sampler = make_sampler([0, 1], temperature=0.8, coupling="rejection", top_k=3, seed=2)
+    drafter.start([0, 1], sampler)
+    proposal = drafter.propose([0, 1], 3)
+    assert proposal.probs is not None
+    for node in range(3):
+        law = make_sampler([0, 1], temperature=0.8, top_k=3).law(hashed_logits([0, 1, *proposal.token_ids[:node]], V))
+        expected = np.zeros(V)
+        expected[law.ids] = law.probs
+        np.testing.assert_allclose(proposal.probs[node], expected)
+        assert proposal.probs[node][proposal.token_ids[node]] > 0
+
+
+def test_tokens_only_the_draft_knows_are_never_proposed() -> None:
+    def loud(prefix: Sequence[int]) -> np.ndarray:
+        return np.arange(V + 4, dtype=np.float32)
+
+    drafter = ModelDrafter(ToyEngine(V + 4, logits=loud), vocab_size=V)
+    drafter.start([0, 1], make_sampler([0, 1]))
+    assert drafter.propose([0, 1], 3).token_ids == (V - 1,) * 3

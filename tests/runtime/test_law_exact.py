@@ -1,0 +1,363 @@
+"""The whole loop, enumerated in exact fractions: the law of the output is the target's, and planted bugs are seen.
+
+Every random decision goes through an injected chooser that replays all branches. Bugs are planted in choosers and
+drafters; each must show as a difference.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parts import ListDrafter, PlainDetokenizer
+from specrt.acceptance import Law, Proposal
+from specrt.drafters import Drafter
+from specrt.loop import Loop
+from specrt.sampling import SamplingParams
+from specrt.stops import StopRules
+from toy import ToyEngine
+
+V = 4
+GRID = 12  # all laws are multiples of 1 / GRID
+CELLS = 720  # values of a uniform number that is shared; fine enough for every law and ratio of laws here
+Text = tuple[int, ...]
+Distribution = dict[Text, Fraction]
+
+
+def make_law(salt: int, tag: str, prefix: Sequence[int]) -> np.ndarray:
+    """Return a law with full support, in twelfths, that depends on the whole prefix."""
+    digest = hashlib.blake2b(repr((salt, tag, tuple(prefix))).encode(), digest_size=8).digest()
+    weights = [1] * V
+    for byte in digest[: GRID - V]:
+        weights[byte % V] += 1
+    return np.array([Fraction(w, GRID) for w in weights], object)
+
+
+class Branches:
+    """One run's decisions: those of `prefix` are replayed, the first new ones are taken as they come."""
+
+    def __init__(self, prefix: list[int]) -> None:
+        self.taken: list[int] = []
+        self.weight = Fraction(1)
+        self.others: list[list[int]] = []
+        self._prefix = prefix
+
+    def pick(self, law: Sequence[Fraction]) -> int:
+        step = len(self.taken)
+        if step < len(self._prefix):
+            choice = self._prefix[step]
+        else:
+            possible = [i for i, p in enumerate(law) if p > 0]
+            choice = possible[0]
+            self.others += [[*self.taken, other] for other in possible[1:]]
+        self.taken.append(choice)
+        self.weight *= law[choice]
+        return choice
+
+
+def enumerate_texts(run: Callable[[Branches], Text]) -> Distribution:
+    texts: Distribution = defaultdict(Fraction)
+    todo: list[list[int]] = [[]]
+    while todo:
+        branches = Branches(todo.pop())
+        texts[run(branches)] += branches.weight
+        todo += branches.others
+    assert sum(texts.values()) == 1
+    return texts
+
+
+class ExactChooser:
+    """Decides by enumeration; no key may be used twice."""
+
+    def __init__(self, branches: Branches) -> None:
+        self._branches = branches
+        self._used: set[tuple[Any, ...]] = set()
+
+    def fresh(self, law: Sequence[Fraction], *key: Any) -> int:
+        assert key not in self._used, f"the draw {key} was used twice"
+        self._used.add(key)
+        return self._branches.pick(law)
+
+    def accepts(self, target_prob: Fraction, draft_prob: Fraction, *, start: int, node: int) -> bool:
+        chance = min(Fraction(1), target_prob / draft_prob)
+        return self.fresh([chance, 1 - chance], "accept", start, node) == 0
+
+    def token(self, weights: np.ndarray, *, position: int) -> int:
+        return self.fresh(list(weights / weights.sum()), "token", position)
+
+    def draft(self, weights: np.ndarray, *, start: int, node: int) -> int:
+        return self.fresh(list(weights), "draft", start, node)
+
+
+def inverse(law: Sequence[Fraction], u: Fraction) -> int:
+    total = Fraction(0)
+    for index, p in enumerate(law):
+        total += p
+        if u < total:
+            return index
+    raise AssertionError
+
+
+class SharedUniform(ExactChooser):
+    """Planted: one uniform number per (start, node) serves two purposes."""
+
+    def __init__(self, branches: Branches, *, pair: set[str]) -> None:
+        super().__init__(branches)
+        self._pair = pair
+        self._cells: dict[tuple[int, int], int] = {}
+        self._start = 0
+
+    def _u(self, start: int, node: int) -> Fraction:
+        key = (start, node)
+        if key not in self._cells:
+            self._cells[key] = self._branches.pick([Fraction(1, CELLS)] * CELLS)
+        return Fraction(self._cells[key], CELLS)
+
+    def draft(self, weights: np.ndarray, *, start: int, node: int) -> int:
+        if "draft" not in self._pair:
+            return super().draft(weights, start=start, node=node)
+        return inverse(list(weights), self._u(start, node))
+
+    def accepts(self, target_prob: Fraction, draft_prob: Fraction, *, start: int, node: int) -> bool:
+        self._start = start
+        if "accept" not in self._pair:
+            return super().accepts(target_prob, draft_prob, start=start, node=node)
+        return self._u(start, node) * draft_prob < target_prob
+
+    def token(self, weights: np.ndarray, *, position: int) -> int:
+        key = (self._start, position - self._start)
+        if "token" not in self._pair or key not in self._cells:
+            return super().token(weights, position=position)
+        return inverse(list(weights / weights.sum()), self._u(*key))
+
+
+class PositionKeyedDrafts(ExactChooser):
+    """Planted ground for the tail bug: draft draws are reused when a position is drafted again."""
+
+    def __init__(self, branches: Branches) -> None:
+        super().__init__(branches)
+        self._cells: dict[int, int] = {}
+
+    def draft(self, weights: np.ndarray, *, start: int, node: int) -> int:
+        position = start + node
+        if position not in self._cells:
+            self._cells[position] = self._branches.pick([Fraction(1, GRID)] * GRID)
+        return inverse(list(weights), Fraction(self._cells[position], GRID))
+
+
+class ExactPicker:
+    """The sampler's side of acceptance on rows that are laws already."""
+
+    params = SamplingParams()
+
+    def __init__(self, chooser: Any) -> None:
+        self.chooser = chooser
+
+    def pick(self, row: np.ndarray, *, position: int) -> int:
+        return int(self.chooser.token(row, position=position))
+
+    def law(self, row: np.ndarray) -> Law:
+        return Law(None, row)
+
+    def push(self, token: int) -> None: ...
+    def rewind(self, length: int) -> None: ...
+    def forget(self, position: int) -> None: ...
+
+
+Guess = Callable[[Sequence[int], int, Any, int], tuple[list[int], list[np.ndarray] | None]]
+
+
+def sampled_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], list[np.ndarray]]:
+    """Draw a chain from draft laws."""
+    guess: list[int] = []
+    laws = []
+    for node in range(limit):
+        law = make_law(salt, "draft", [*tokens, *guess])
+        guess.append(chooser.draft(law, start=len(tokens), node=node))
+        laws.append(law)
+    return guess, laws
+
+
+def argmax_guess(tokens: Sequence[int], limit: int, _chooser: Any, salt: int) -> tuple[list[int], None]:
+    """Guess each draft law's most probable token."""
+    guess: list[int] = []
+    for _ in range(limit):
+        guess.append(int(np.argmax(make_law(salt, "draft", [*tokens, *guess]).astype(float))))
+    return guess, None
+
+
+def target_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], list[np.ndarray]]:
+    """Draw from the target's own laws: residuals have no mass."""
+    guess: list[int] = []
+    laws = []
+    for node in range(limit):
+        law = make_law(salt, "target", [*tokens, *guess])
+        guess.append(chooser.draft(law, start=len(tokens), node=node))
+        laws.append(law)
+    return guess, laws
+
+
+def cut_before_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], list[np.ndarray]]:
+    """Planted: a drawn token is kept or dropped depending on itself."""
+    guess, laws = sampled_guess(tokens, limit, chooser, salt)
+    keep = next(
+        (i for i, (x, law) in enumerate(zip(guess, laws, strict=True)) if law[x] <= Fraction(2, GRID)), len(guess)
+    )
+    return guess[:keep], laws[:keep]
+
+
+def cut_after_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], list[np.ndarray]]:
+    """Stop drafting after a token of low probability, which stays in: allowed."""
+    guess, laws = [], []
+    for node in range(limit):
+        law = make_law(salt, "draft", [*tokens, *guess])
+        guess.append(chooser.draft(law, start=len(tokens), node=node))
+        laws.append(law)
+        if law[guess[-1]] <= Fraction(2, GRID):
+            break
+    return guess, laws
+
+
+class EveryK:
+    """Chooses k from what the loop may know: committed tokens and how many were accepted."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def __call__(self, tokens: Sequence[int], last: list[int], last_start: int) -> int:
+        return self.k
+
+
+class AcceptanceK(EveryK):
+    """Long after a full acceptance, short after a rejection: allowed."""
+
+    def __call__(self, tokens: Sequence[int], last: list[int], last_start: int) -> int:
+        accepted = list(tokens[last_start : last_start + len(last)]) == last
+        return self.k if not last or accepted else 1
+
+
+class TailK(EveryK):
+    """Planted: what was drafted beyond the rejected token steers the next k."""
+
+    def __call__(self, tokens: Sequence[int], last: list[int], last_start: int) -> int:
+        tail = last[len(tokens) - last_start :]
+        return self.k if not tail or tail[0] % 2 else 0
+
+
+def exact_law(length: int, salt: int, stop: int | None) -> Distribution:
+    def run(branches: Branches) -> Text:
+        tokens: list[int] = []
+        while len(tokens) < length and (not tokens or tokens[-1] != stop):
+            tokens.append(branches.pick(list(make_law(salt, "target", [0, *tokens]))))
+        return tuple(tokens)
+
+    return enumerate_texts(run)
+
+
+def loop_law(
+    guess: Guess | None, *, k: int, length: int, salt: int, stop: int | None = None, choose_k: type[EveryK] = EveryK,
+    make_chooser: Callable[[Branches], Any] = ExactChooser,
+) -> Distribution:  # fmt: skip
+    def run(branches: Branches) -> Text:
+        chooser = make_chooser(branches)
+        engine = ToyEngine(V, logits=lambda prefix: make_law(salt, "target", prefix))
+        drafter: Drafter = ListDrafter(_Guesser(guess, chooser, salt, choose_k(k)))
+        params = SamplingParams(max_tokens=length)
+        stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
+        picker: Any = ExactPicker(chooser)
+        loop = Loop(engine, drafter, picker, stops, [0], k=k if guess else 0, clock=lambda: 0.0)
+        texts = tuple(token.id for token in loop.run())
+        assert not loop.stats.num_drafter_faults
+        return texts
+
+    return enumerate_texts(run)
+
+
+class _Guesser:
+    def __init__(self, guess: Guess | None, chooser: Any, salt: int, choose_k: EveryK) -> None:
+        self._guess, self._chooser, self._salt, self._choose_k = guess, chooser, salt, choose_k
+        self._last: list[int] = []
+        self._last_start = 0
+
+    def __call__(self, tokens: Sequence[int], limit: int) -> Proposal:
+        assert self._guess is not None
+        limit = min(limit, self._choose_k(tokens, self._last, self._last_start))
+        if limit < 1:
+            self._last = []
+            return Proposal()
+        ids, laws = self._guess(tokens, limit, self._chooser, self._salt)
+        self._last, self._last_start = list(ids), len(tokens)
+        return Proposal(tuple(ids), np.array(laws, object).reshape(len(ids), V) if laws is not None else None)
+
+
+def error(found: Distribution, wanted: Distribution) -> Fraction:
+    return max(abs(found.get(text, Fraction(0)) - wanted.get(text, Fraction(0))) for text in {*found, *wanted})
+
+
+SALTS = range(3)
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("guess", [None, argmax_guess, sampled_guess, target_guess, cut_after_guess])
+def test_three_tokens_have_exactly_the_targets_law(guess: Guess | None, k: int, salt: int) -> None:
+    assert error(loop_law(guess, k=k, length=3, salt=salt), exact_law(3, salt, None)) == 0
+
+
+@pytest.mark.parametrize("guess", [argmax_guess, sampled_guess])
+def test_proposals_of_three_have_exactly_the_targets_law(guess: Guess) -> None:
+    assert error(loop_law(guess, k=3, length=4, salt=0), exact_law(4, 0, None)) == 0
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("guess", [argmax_guess, sampled_guess])
+def test_a_stop_inside_a_block_keeps_the_law(guess: Guess, salt: int) -> None:
+    assert error(loop_law(guess, k=2, length=3, salt=salt, stop=2), exact_law(3, salt, 2)) == 0
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_a_k_that_follows_acceptance_keeps_the_law(salt: int) -> None:
+    found = loop_law(sampled_guess, k=2, length=3, salt=salt, choose_k=AcceptanceK)
+    assert error(found, exact_law(3, salt, None)) == 0
+
+
+def shares(*pair: str) -> Callable[[Branches], Any]:
+    return lambda branches: SharedUniform(branches, pair=set(pair))
+
+
+PLANTED: dict[str, dict[str, Any]] = {
+    "draft and accept share a number": {"guess": sampled_guess, "make_chooser": shares("draft", "accept"), "k": 1},
+    "accept and residual share a number": {"guess": sampled_guess, "make_chooser": shares("accept", "token"), "k": 1},
+    "draft and residual share a number": {"guess": sampled_guess, "make_chooser": shares("draft", "token"), "k": 1},
+    "a drawn token is dropped because of its value": {"guess": cut_before_guess, "k": 2},
+    "the discarded tail steers k": {
+        "guess": sampled_guess,
+        "choose_k": TailK,
+        "make_chooser": PositionKeyedDrafts,
+        "k": 2,
+        "length": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_seen(bug: str) -> None:
+    settings = {"length": 2, **PLANTED[bug]}
+    worst = max(error(loop_law(salt=s, **settings), exact_law(settings["length"], s, None)) for s in SALTS)
+    assert worst > Fraction(1, 10_000)
+
+
+def test_rows_tested_against_the_wrong_law_are_seen() -> None:
+    def biased(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], None]:
+        return sampled_guess(tokens, limit, chooser, salt)[0], None  # sampled, but declared deterministic: still exact
+
+    def wrong(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], list[np.ndarray]]:
+        guess, laws = sampled_guess(tokens, limit, chooser, salt)
+        return guess, [np.roll(law, 1) for law in laws]  # not the law it was drawn from
+
+    assert error(loop_law(biased, k=2, length=2, salt=0), exact_law(2, 0, None)) == 0
+    assert error(loop_law(wrong, k=1, length=2, salt=0), exact_law(2, 0, None)) > 0

@@ -1,0 +1,87 @@
+"""The promise on the real default model: the same ids and the same bits with speculation on and off."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specrt
+from real import Recorder, exported, smollm_folder
+from specrt.prompts import load_prompts
+
+pytestmark = pytest.mark.slow
+KS = (1, 3, 5, 9, 15)
+PROMPTS = [prompt.text for prompt in load_prompts(None)]
+MAX_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """SmolLM2-135M at fp32 and int4, each with itself at int4 as draft; and the former with a random-weight draft."""
+    folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
+    fp32 = exported(folder, "smollm2-fp32", "smollm2-135m", draft="smollm2-135m")
+    int4 = exported(folder, "smollm2-int4", "smollm2-135m", draft="smollm2-135m", precision="int4")
+    adversary = str(smollm_folder(folder))
+    return {
+        "fp32": fp32,
+        "int4": int4,
+        "fp32, random draft": exported(folder, "smollm2-fp32-random", None, draft=adversary, add_to=fp32),
+        "int4, random draft": exported(folder, "smollm2-int4-random", None, draft=adversary, add_to=int4),
+    }
+
+
+@pytest.fixture(scope="module", params=["fp32", "int4", "fp32, random draft", "int4, random draft"])
+def model(
+    request: pytest.FixtureRequest, artifacts: dict[str, Path], machine_cache: Path
+) -> Iterator[specrt.LanguageModel]:
+    with specrt.load(artifacts[request.param], cache_dir=machine_cache) as loaded:
+        yield loaded
+
+
+def generate(model: specrt.LanguageModel, prompt: str, **options: Any) -> tuple[specrt.Result, dict[int, bytes]]:
+    recorder: Any = Recorder(model.target)
+    messages = [{"role": "user", "content": prompt}]
+    with model.start(messages, {"max_tokens": MAX_TOKENS, **options}, target=recorder) as stream:
+        for _ in stream:
+            pass
+        result = stream.result
+    first = result.stats.num_prompt_tokens
+    return result, {position: recorder.rows[position] for position in range(first, first + len(result.token_ids))}
+
+
+def drafters(model: specrt.LanguageModel) -> list[str]:
+    random_draft = "random" in model.manifest.engines["draft"].model.name
+    return ["model"] if random_draft else ["ngram", "model"]
+
+
+def test_greedy_ids_and_logits_are_bitwise_those_of_plain_decoding(model: specrt.LanguageModel) -> None:
+    assert model.target.verify_widths == (2, 4, 6, 10, 16)
+    accepted = 0
+    for prompt in PROMPTS:
+        plain, rows = generate(model, prompt, k=0)
+        for drafter in drafters(model):
+            for k in KS:
+                result, speculative_rows = generate(model, prompt, k=k, drafter=drafter)
+                assert result.token_ids == plain.token_ids
+                assert speculative_rows == rows
+                assert result.stats.num_proposed > 0 or drafter == "ngram"
+                accepted += result.stats.num_accepted
+    assert accepted > 0 or drafters(model) == ["model"]
+
+
+def test_one_seed_gives_one_text_at_any_k(model: specrt.LanguageModel) -> None:
+    for seed, prompt in enumerate(PROMPTS[:4]):
+        options = {"temperature": 0.8, "top_p": 0.95, "seed": seed}
+        plain, rows = generate(model, prompt, k=0, **options)
+        for drafter in drafters(model):
+            for k in (1, 5, 9):
+                result, speculative_rows = generate(model, prompt, k=k, drafter=drafter, **options)
+                assert (result.text, speculative_rows) == (plain.text, rows)
+
+
+def test_the_answer_makes_sense(artifacts: dict[str, Path], machine_cache: Path) -> None:
+    with specrt.load(artifacts["fp32"], cache_dir=machine_cache) as loaded:
+        result = loaded.generate([{"role": "user", "content": "What is the capital of France?"}], max_tokens=30)
+    assert "Paris" in result.text
+    assert result.finish_reason == "stop"
