@@ -3,8 +3,8 @@
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -18,10 +18,11 @@ from specrt_export.errors import ExportError
 from specrt_export.estimate import estimate, show_bytes
 from specrt_export.generation import generation_defaults
 from specrt_export.progress import Progress
-from specrt_export.tokenizer import TOKENIZER_FILE, load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
+from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
 from specrt_profiles.generation import write_generation
 from specrt_profiles.manifest import (
     MANIFEST_FILE,
+    TOKENIZER_FILE,
     DrafterSpec,
     FileEntry,
     Manifest,
@@ -76,10 +77,9 @@ def export(request: ExportRequest, progress: Progress) -> Path:
         draft = _prepare("draft", request.draft, replace(profile, precision=profile.draft_precision), request, progress)
     tokenizer = load_tokenizer(target.checkpoint) if target is not None else None
     if draft is not None:
-        tokens = tokens_of(tokenizer) if tokenizer is not None else _tokens_in(request.add_to)
-        draft_tokens = tokens_of(load_tokenizer(draft.checkpoint))
-        check_draft_vocabulary(tokens, draft_tokens, draft_rows=draft.dims.vocab_size)
-    _check_disk(request.out, profile, [engine for engine in (target, draft) if engine is not None])
+        known = _tokens_in(request.add_to, base) if target is None else tokens_of(tokenizer)[: target.dims.vocab_size]
+        check_draft_vocabulary(known, tokens_of(load_tokenizer(draft.checkpoint)), draft_rows=draft.dims.vocab_size)
+    _check_disk(request.out, [engine for engine in (target, draft) if engine is not None])
     with _staging(request.out, overwrite=request.overwrite) as folder:
         if target is not None:
             manifest = _build_target(target, tokenizer, folder, progress)
@@ -105,14 +105,16 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
     if name == "draft" and longest is not None:
         profile = replace(profile, capacity=min(profile.capacity, longest))
     dims = support.check_supported(checkpoint, config, profile)
-    sizes = estimate(checkpoint, dims, profile)
+    sizes = estimate(checkpoint, dims, profile, tied=bool(getattr(config, "tie_word_embeddings", True)))
     progress.say(
         f"{name}: {checkpoint.name}, {checkpoint.num_parameters / 1e6:.1f} M parameters at {profile.precision}: "
         f"weights about {show_bytes(sizes.artifact)} on disk, KV buffers {show_bytes(sizes.kv)} for {profile.capacity} "
         f"tokens, peak memory of this export about {show_bytes(sizes.peak_memory)}"
     )
     window = support.narrow_window(config, profile)
-    return EngineRequest(name=name, checkpoint=checkpoint, dims=dims, profile=profile, window=window)
+    return EngineRequest(
+        name=name, checkpoint=checkpoint, dims=dims, profile=profile, window=window, num_bytes=sizes.artifact
+    )
 
 
 def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress: Progress) -> Manifest:
@@ -167,12 +169,14 @@ def _copy_base(base: Manifest, source: Path, folder: Path) -> Manifest:
     return base
 
 
-def _tokens_in(artifact: Path | None) -> list[str | None]:
+def _tokens_in(artifact: Path | None, base: Manifest | None) -> list[str | None]:
+    """Return the tokens of an artifact's target; those that it has no logits for never occur and are left out."""
     from tokenizers import Tokenizer
 
     assert artifact is not None
+    assert base is not None
     tokenizer = Tokenizer.from_file(str(artifact / TOKENIZER_FILE))
-    return tokens_by_id(tokenizer.get_vocab(with_added_tokens=True))
+    return tokens_by_id(tokenizer.get_vocab(with_added_tokens=True))[: base.target.vocab_size]
 
 
 def _write_documents(engine: EngineRequest, folder: Path, *, prefix: str) -> None:
@@ -189,8 +193,8 @@ def _list_files(folder: Path, manifest: Manifest) -> dict[str, FileEntry]:
     }
 
 
-def _check_disk(out: Path, profile: Profile, engines: list[EngineRequest]) -> None:
-    needed = sum(estimate(engine.checkpoint, engine.dims, engine.profile).artifact for engine in engines)
+def _check_disk(out: Path, engines: list[EngineRequest]) -> None:
+    needed = sum(engine.num_bytes for engine in engines)
     parent = next(path for path in out.resolve().parents if path.exists())
     free = shutil.disk_usage(parent).free
     if free < needed:
@@ -203,15 +207,13 @@ def _check_disk(out: Path, profile: Profile, engines: list[EngineRequest]) -> No
 def _staging(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a hidden sibling of `out` that becomes `out` when the block succeeds and vanishes when it does not."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    folder = _hidden_sibling(out)
     try:
+        folder.mkdir(mode=0o700)
         yield folder
         folder.chmod(0o755)
         if overwrite and out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-            out.rename(old / out.name)
-            folder.rename(out)
-            shutil.rmtree(old)
+            _replace(out, folder)
         else:
             folder.rename(out)
     except OSError as error:
@@ -220,3 +222,24 @@ def _staging(out: Path, *, overwrite: bool) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(out: Path, new: Path) -> None:
+    """Rename `new` to `out`; what was there is deleted, or put back if this is interrupted."""
+    aside = _hidden_sibling(out)
+    old = aside / out.name
+    try:
+        aside.mkdir(mode=0o700)
+        out.rename(old)
+        new.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _hidden_sibling(out: Path) -> Path:
+    """Return a path that nothing has; made inside a `try`, so that no interrupt can come before its `finally`."""
+    return out.parent / f".{out.name}.{secrets.token_hex(8)}"

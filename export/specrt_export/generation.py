@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from specrt_export.errors import CheckpointError
+from specrt_profiles.codec import decode
 from specrt_profiles.generation import GenerationDefaults
 
 _SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+_ALWAYS = {"repetition_penalty": "repetition_penalty", "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 # Settings that change the text and have no counterpart here, with their neutral values.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1), "no_repeat_ngram_size": (None, 0), "typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0),
@@ -15,19 +18,20 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def generation_defaults(config: Any) -> tuple[GenerationDefaults, list[str]]:
-    """Return the defaults, and the names of settings that would change the text but are not supported."""
+    """Return the defaults, and the names of settings that would change the text but are not supported.
+
+    Raises `CheckpointError` for a setting of another type than it should have.
+    """
     values: dict[str, Any] = {}
     if config.do_sample:
         for name, default in _SAMPLING_DEFAULTS.items():
             value = getattr(config, name, None)
             values[name] = default if value is None else value
-    if config.repetition_penalty is not None:
-        values["repetition_penalty"] = float(config.repetition_penalty)
-    if config.max_new_tokens is not None:
-        values["max_tokens"] = int(config.max_new_tokens)
-    if config.min_new_tokens is not None:
-        values["min_tokens"] = int(config.min_new_tokens)
-    banned = [tuple(ids) for ids in config.bad_words_ids or []]
-    banned += [(token,) for token in config.suppress_tokens or []]
+    for ours, theirs in _ALWAYS.items():
+        value = getattr(config, theirs)
+        if value is not None:
+            values[ours] = value
+    banned = [*(config.bad_words_ids or []), *([token] for token in config.suppress_tokens or [])]
     ignored = [name for name, neutral in _UNSUPPORTED.items() if getattr(config, name, None) not in neutral]
-    return GenerationDefaults(bad_words_ids=tuple(banned), **values), ignored
+    values["bad_words_ids"] = banned
+    return decode(GenerationDefaults, values, where="generation_config", error=CheckpointError), ignored

@@ -1,5 +1,6 @@
 """Which models can be exported: decided from the configuration, before any weight is read."""
 
+from dataclasses import astuple
 from typing import Any
 
 from specrt_export.checkpoint import Checkpoint
@@ -13,12 +14,13 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 def load_config(checkpoint: Checkpoint) -> Any:
     """Return the transformers configuration of a checkpoint."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(checkpoint.directory), **checkpoint.from_pretrained)
-    except (OSError, ValueError, KeyError) as error:
-        line = str(error).strip().splitlines()[0][:200]
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        line = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{checkpoint.name}: transformers cannot read its configuration: {line}") from None
 
 
@@ -44,10 +46,16 @@ def model_class(config: Any) -> Any:
 def check_supported(checkpoint: Checkpoint, config: Any, profile: Profile) -> DecoderDims:
     """Return the decoder's sizes, or raise `UnsupportedModelError` with the reason why it cannot be exported."""
     cls = model_class(config)
-    dims = decoder_dims(config)
-    reason = _refusal(cls, config, dims, profile)
-    if reason:
-        raise UnsupportedModelError(f"{checkpoint.name} ({cls.__name__}) cannot be exported: {reason}")
+    what = f"{checkpoint.name} ({cls.__name__})"
+    _refuse(what, _wrong_kind(cls, config))
+    try:
+        dims = decoder_dims(config)
+    except (AttributeError, RuntimeError) as error:  # nested, or different from layer to layer
+        line = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(
+            f"{what} cannot be exported: its configuration has no single size: {line}"
+        ) from None
+    _refuse(what, _wrong_size(config, dims, profile))
     return dims
 
 
@@ -64,7 +72,7 @@ def decoder_dims(config: Any) -> DecoderDims:
         num_layers=normalized.num_layers,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or normalized.hidden_size // heads,
+        head_dim=getattr(config, "head_dim", None) or normalized.hidden_size // max(1, heads),
         hidden_size=normalized.hidden_size,
         vocab_size=normalized.vocab_size,
     )
@@ -87,13 +95,25 @@ def narrow_window(config: Any, profile: Profile) -> int | None:
     return window if used and isinstance(window, int) and 0 < window < profile.capacity else None
 
 
-def _refusal(cls: Any, config: Any, dims: DecoderDims, profile: Profile) -> str | None:
+def _refuse(what: str, reason: str | None) -> None:
+    if reason:
+        raise UnsupportedModelError(f"{what} cannot be exported: {reason}")
+
+
+def _wrong_kind(cls: Any, config: Any) -> str | None:
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    limit = longest_context(config)
     if getattr(cls, "_is_stateful", False) or not layers <= _ATTENTION_LAYERS:
-        return f"its layers ({', '.join(sorted(layers))}) keep state that cannot be rolled back"
+        kinds = ", ".join(sorted(layers - _ATTENTION_LAYERS)) or "recurrent"
+        return f"its layers ({kinds}) keep state that cannot be rolled back"
     if not getattr(cls, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced (no attention interface)"
+    return None
+
+
+def _wrong_size(config: Any, dims: DecoderDims, profile: Profile) -> str | None:
+    limit = longest_context(config)
+    if min(astuple(dims)) < 1:
+        return f"expected positive sizes, found {dims}"
     if dims.head_dim % 8:
         return f"its head size {dims.head_dim} is not a multiple of 8, which the attention operator needs"
     if dims.num_heads % dims.num_kv_heads:

@@ -6,11 +6,9 @@ from typing import Any
 
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.errors import CheckpointError, ExportError
-from specrt_profiles.manifest import Vocabulary
+from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Vocabulary
 from specrt_profiles.vocabulary import fingerprint, tokens_by_id
 
-TOKENIZER_FILE = "tokenizer.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _BATTERY = (
     "", " ", "  two  spaces ", "\n\n\tline\r\n", "Hello, world!", "it's 3.14159 or 1,000,000?",
     "def f(x):\n    return x ** 2  # squared\n", '{"key": [1, 2, null]}', "naïve café, Ångström, ﬁne",
@@ -35,8 +33,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> list[str]:
-    """Write tokenizer.json and the chat template, check them against the source, and return the files' names."""
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write tokenizer.json and the chat template, and check the former against the source."""
     from tokenizers import Tokenizer
 
     tokenizer.backend_tokenizer.no_truncation()
@@ -46,10 +44,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> list[str]:
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("default")
-    if not template:
-        return [TOKENIZER_FILE]
-    (folder / CHAT_TEMPLATE_FILE).write_text(template, "utf-8")
-    return [TOKENIZER_FILE, CHAT_TEMPLATE_FILE]
+    if template:
+        (folder / CHAT_TEMPLATE_FILE).write_text(template, "utf-8")
 
 
 def compare_tokenizers(source: Any, shipped: Any) -> None:

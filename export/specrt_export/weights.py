@@ -90,8 +90,16 @@ class _Store:
         packed, *rest = self._blocks_of(table.name, True, _EMBEDDING_BITS)
         flat = self._flattened(packed)
         attributes = {"bits": _EMBEDDING_BITS, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
-        inputs = [flat, ids, *rest]
-        self._replace(node, ir.node("GatherBlockQuantized", inputs, attributes, domain=_MS))
+        rows = ir.node("GatherBlockQuantized", [flat, ids, *rest], attributes, domain=_MS)
+        columns = self._tensors[table.name].shape[1]
+        if columns % BLOCK == 0:
+            self._replace(node, rows)
+            return
+        bounds = [
+            self._initializer(f"{table.name}.{part}", ir.DataType.INT64, (1,), partial(np.array, [value]))
+            for part, value in (("start", 0), ("end", columns), ("axis", -1))
+        ]
+        self._replace(node, rows, ir.node("Slice", [rows.outputs[0], *bounds]))  # drops what fills the last block
 
     def _blocks_of(self, name: str, stored_transposed: bool, bits: int) -> list[ir.Value]:
         if name not in self._blocks:

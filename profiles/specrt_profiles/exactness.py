@@ -51,8 +51,8 @@ def find_exact_widths(forward: Forward, widths: Sequence[int], *, vocab_size: in
     about 40 calls per context; leaves random tokens in the KV buffers.
     """
     rng = np.random.default_rng(0)
-    span = min(_SPAN, capacity - 2)
-    contexts = sorted({min(context, capacity - span - 1) for context in _CONTEXTS})
+    span = max(1, min(_SPAN, capacity - 2))
+    contexts = sorted({max(1, min(context, capacity - span - 1)) for context in _CONTEXTS})
     rows: dict[int, list[NDArray[np.float32]]] = {width: [] for width in widths}
     dependent: set[int] = set()
     for context in contexts:
@@ -75,7 +75,7 @@ def _feed(forward: Forward, tokens: list[int], start: int, width: int) -> NDArra
 def _independent(forward: Forward, tokens: list[int], noise: list[int], context: int, width: int,
                  rows: NDArray[np.float32], capacity: int) -> bool:  # fmt: skip
     """Tell whether rows stay the same when calls begin one token later and end in noise."""
-    kept = width // 2
+    kept = max(1, min(width, len(rows)) // 2)
     anchors = range(1, len(rows) - kept + 1, kept)
     for anchor in anchors[:_ANCHORS]:
         start = context + anchor

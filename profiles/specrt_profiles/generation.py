@@ -6,8 +6,7 @@ from pathlib import Path
 
 from specrt_profiles.codec import decode, encode
 from specrt_profiles.errors import ManifestError
-
-GENERATION_FILE = "generation.json"
+from specrt_profiles.manifest import GENERATION_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

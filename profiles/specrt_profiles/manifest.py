@@ -14,6 +14,9 @@ from specrt_profiles.tensors import TensorSpec
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # present if the model has one
+GENERATION_FILE = "generation.json"
 _FORMAT: Literal["specrt-artifact"] = "specrt-artifact"
 
 
@@ -62,6 +65,7 @@ class EngineSpec:
 
     dialect: Literal["ort"]
     file: str
+    weights: str
     reference: str
     model: ModelInfo
     precision: Precision
@@ -140,9 +144,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise ManifestError(
             f"{path}: expected format {_FORMAT!r} with schema {SCHEMA}, found {data.get('format')!r} with {schema!r}"
         )
-    if "files" not in data:
-        raise ManifestError(f"{path}: the key 'files' is missing")
-    manifest = decode(Manifest, data, where=str(path), error=ManifestError)
+    manifest = decode(Manifest, data, where=str(path), error=ManifestError, complete=True)
     _check_references(manifest, path)
     check_sizes(folder, manifest)
     return manifest
@@ -182,7 +184,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ManifestError(f"{path.parent}: no {path.name} there: expected a folder written by 'specrt export'")
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ManifestError(f"{path}: expected a JSON object, found {type(data).__name__}")
@@ -190,23 +192,51 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_references(manifest: Manifest, path: Path) -> None:
+    problem = _problem(manifest)
+    if problem:
+        raise ManifestError(f"{path}: {problem}")
+
+
+def _problem(manifest: Manifest) -> str | None:
+    """Say which entries do not fit together."""
     if "target" not in manifest.engines:
-        raise ManifestError(f"{path}: engines: expected an engine named 'target', found {sorted(manifest.engines)}")
+        return f"engines: expected an engine named 'target', found {sorted(manifest.engines)}"
+    missing = [name for name in (TOKENIZER_FILE, GENERATION_FILE) if name not in manifest.files]
+    if missing:
+        return f"files: expected {missing[0]} among them, found {sorted(manifest.files)}"
+    if manifest.default_drafter not in {*manifest.drafters, "none"}:
+        return f"default_drafter: {manifest.default_drafter!r} is not among the drafters"
     for name, engine in manifest.engines.items():
-        for key in ("file", "reference"):
-            if getattr(engine, key) not in manifest.files:
-                raise ManifestError(
-                    f"{path}: engines.{name}.{key}: {getattr(engine, key)!r} is not among the listed files"
-                )
+        problem = _engine_problem(engine, manifest.files)
+        if problem:
+            return f"engines.{name}.{problem}"
     for name, drafter in manifest.drafters.items():
-        if drafter.kind != "model":
-            continue
-        if drafter.engine not in manifest.engines:
-            raise ManifestError(f"{path}: drafters.{name}.engine: no engine is named {drafter.engine!r}")
-        if drafter.vocabulary != manifest.vocabulary.fingerprint:
-            raise ManifestError(
-                f"{path}: drafters.{name}: made for vocabulary {drafter.vocabulary}, the target has "
+        if drafter.kind == "model" and drafter.engine not in manifest.engines:
+            return f"drafters.{name}.engine: no engine is named {drafter.engine!r}"
+        if drafter.kind == "model" and drafter.vocabulary != manifest.vocabulary.fingerprint:
+            return (
+                f"drafters.{name}: made for vocabulary {drafter.vocabulary}, the target has "
                 f"{manifest.vocabulary.fingerprint}: add the drafter to this target again"
             )
-    if manifest.default_drafter not in {*manifest.drafters, "none"}:
-        raise ManifestError(f"{path}: default_drafter: {manifest.default_drafter!r} is not among the drafters")
+    return None
+
+
+def _engine_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str | None:
+    """Say which file of an engine is not listed, or which of its sizes contradict each other."""
+    for key in ("file", "weights", "reference"):
+        if getattr(engine, key) not in files:
+            return f"{key}: {getattr(engine, key)!r} is not among the listed files"
+    widths = list(engine.verify_widths)
+    if not widths or widths[0] < 1 or widths != sorted(set(widths)):
+        return f"verify_widths: expected rising numbers from 1 on, found {widths}"
+    if engine.prefill_width < 1 or engine.capacity < 1:
+        return f"capacity: expected positive sizes, found {engine.capacity} with prefill_width {engine.prefill_width}"
+    slots = engine.capacity + max(engine.prefill_width, *widths)
+    if engine.slots != slots:
+        return f"slots: expected {slots}, capacity and widest call together, found {engine.slots}"
+    for spec in (*engine.inputs, *engine.outputs):
+        kv = spec.name.startswith(("past_", "present_"))
+        size = engine.slots if kv else engine.vocab_size
+        if (kv or spec.name == "logits") and spec.shape[2:3] != (size,):
+            return f"{spec.name}: expected {size} in dimension 2 of its shape, found {list(spec.shape)}"
+    return None

@@ -7,6 +7,7 @@ One .npz per engine, text t holding
   logsumexp.t  float64 [n]      of every row
 """
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from specrt_profiles.errors import ManifestError
 
 _TOP = 64
 _FULL_ROWS = 3  # per text
+# what NumPy and zipfile raise for damaged files
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def read_reference(path: Path) -> list[ReferenceText]:
         with np.load(path, allow_pickle=False) as file:
             count = sum(name.startswith("ids.") for name in file.files)
             return [ReferenceText(*(file[f"{name}.{number}"] for name in _FIELDS)) for number in range(count)]
-    except (OSError, ValueError, KeyError, BadZipFile) as error:
+    except _DAMAGE as error:
         raise ManifestError(f"{path}: not a readable reference ({error}): copy the artifact again") from None
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from specrt.errors import TextError
-from specrt_profiles.manifest import Vocabulary
+from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Vocabulary
 
-TOKENIZER_FILE = "tokenizer.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _CONTEXT = 6  # prompt tokens decoded along with the first output token, so that its leading space is known
 _LONGEST_WAIT = 16  # tokens after which all but the last U+FFFD is given out, and tokens without text are dropped
 _LONGEST_HALF = 3  # bytes, and so tokens, of a character that lacks its last

@@ -1,0 +1,326 @@
+"""The manifest: it survives a round trip, and every way of breaking it is named in one line."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specrt_profiles.errors import ManifestError
+from specrt_profiles.manifest import (
+    MANIFEST_FILE,
+    SCHEMA,
+    DrafterSpec,
+    EngineSpec,
+    FileEntry,
+    Manifest,
+    ModelInfo,
+    Parity,
+    Vocabulary,
+    check_hashes,
+    read_manifest,
+    sha256_of,
+    write_manifest,
+)
+from specrt_profiles.profile import Profile
+from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+
+DIMS = DecoderDims(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, hidden_size=16, vocab_size=32)
+PROFILE = Profile(name="small", capacity=64, prefill_width=8)
+CONTENTS = {
+    "target.onnx": b"graph",
+    "target.onnx.data": b"weights",
+    "target.reference.npz": b"reference",
+    "draft.onnx": b"smaller graph",
+    "draft.onnx.data": b"smaller weights",
+    "draft.reference.npz": b"another reference",
+    "tokenizer.json": b"{}",
+    "generation.json": b"{}",
+}
+Keys = tuple[str | int, ...]
+
+
+def engine(name: str) -> EngineSpec:
+    return EngineSpec(
+        dialect="ort",
+        file=f"{name}.onnx",
+        weights=f"{name}.onnx.data",
+        reference=f"{name}.reference.npz",
+        model=ModelInfo(
+            name=name, source="a folder", revision=None, architecture="Llama", licence="mit", num_parameters=9
+        ),
+        precision="fp32",
+        capacity=PROFILE.capacity,
+        slots=PROFILE.slots,
+        prefill_width=PROFILE.prefill_width,
+        verify_widths=PROFILE.verify_widths,
+        vocab_size=DIMS.vocab_size,
+        inputs=ort_inputs(DIMS, PROFILE),
+        outputs=ort_outputs(DIMS, PROFILE),
+        parity=Parity(num_rows=7, max_abs_diff=1e-5, mean_kl=0.0, max_kl=0.0, top1_agreement=1.0),
+        exact_widths=(2, 4),
+    )
+
+
+def write_artifact(folder: Path) -> Manifest:
+    for name, content in CONTENTS.items():
+        (folder / name).write_bytes(content)
+    manifest = Manifest(
+        profile=PROFILE,
+        vocabulary=Vocabulary(
+            num_tokens=32, fingerprint="f" * 64, eos_token_ids=(0, 3), special_tokens={"eos_token": "ünd"}
+        ),
+        engines={"target": engine("target"), "draft": engine("draft")},
+        drafters={
+            "ngram": DrafterSpec(kind="ngram"),
+            "model": DrafterSpec(kind="model", engine="draft", vocabulary="f" * 64),
+        },
+        default_drafter="model",
+        tools={"specrt": "0.1.0"},
+        files={name: FileEntry(size=len(data), sha256=sha256_of(folder / name)) for name, data in CONTENTS.items()},
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    write_artifact(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared")
+    write_artifact(folder)
+    return folder
+
+
+def content(folder: Path) -> Any:
+    return json.loads((folder / MANIFEST_FILE).read_text("utf-8"))
+
+
+def walk(data: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """Yield the path of every value below the root."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*keys, key)
+        yield from walk(value, (*keys, key))
+
+
+def at(data: Any, keys: Keys) -> Any:
+    for key in keys:
+        data = data[key]
+    return data
+
+
+def dotted(keys: Keys) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+
+
+def complaint(folder: Path, data: Any) -> str:
+    (folder / MANIFEST_FILE).write_text(json.dumps(data), "utf-8")
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(folder)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(folder) in text
+    return text
+
+
+def edited(folder: Path, change: Callable[[Any], object]) -> str:
+    data = content(folder)
+    change(data)
+    return complaint(folder, data)
+
+
+def test_a_manifest_survives_a_round_trip(tmp_path: Path) -> None:
+    manifest = write_artifact(tmp_path)
+    assert read_manifest(tmp_path) == manifest
+    assert manifest.target is manifest.engines["target"]
+
+
+def wrong_values(value: object, keys: Keys) -> list[object]:
+    """Return JSON values that cannot stand where `value` stands."""
+    wrong: list[object] = [{"x": []}, [{}], 1.25, True]
+    if isinstance(value, int | float) and "shape" not in keys:
+        wrong.append("12")
+    return [other for other in wrong if type(other) is not type(value)]
+
+
+def test_every_value_of_another_type_is_named_by_its_path(shared: Path) -> None:
+    original = content(shared)
+    paths = list(walk(original))
+    assert len(paths) > 150
+    for keys in paths:
+        for wrong in wrong_values(at(original, keys), keys):
+            data = copy.deepcopy(original)
+            at(data, keys[:-1])[keys[-1]] = wrong
+            text = complaint(shared, data)
+            if keys not in {("format",), ("schema",)}:
+                assert dotted(keys) in text, (keys, wrong, text)
+
+
+def is_entry(keys: Keys) -> bool:
+    """Tell whether a path is an entry of a list or of a table with free names: leaving it out breaks no type."""
+    tables = ({"engines"}, {"drafters"}, {"tools"}, {"files"}, {"vocabulary", "special_tokens"})
+    return isinstance(keys[-1], int) or set(map(str, keys[:-1])) in tables
+
+
+def test_every_key_left_out_is_named(shared: Path) -> None:
+    original = content(shared)
+    paths = [keys for keys in walk(original) if not is_entry(keys)]
+    assert len(paths) > 100
+    for keys in paths:
+        data = copy.deepcopy(original)
+        del at(data, keys[:-1])[keys[-1]]
+        text = complaint(shared, data)
+        if keys not in {("format",), ("schema",)}:
+            assert f"{dotted(keys[:-1])}: the key {keys[-1]!r} is missing" in text, (keys, text)
+
+
+def test_every_table_refuses_a_key_it_does_not_know(shared: Path) -> None:
+    original = content(shared)
+    tables = [keys for keys in walk(original) if isinstance(at(original, keys), dict) and not is_entry((*keys, "x"))]
+    for keys in [(), *tables]:
+        data = copy.deepcopy(original)
+        at(data, keys)["surprise"] = 1
+        assert f"{dotted(keys)}: unknown key 'surprise'" in complaint(shared, data)
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_an_engine_that_something_refers_to_must_be_there(artifact: Path, name: str) -> None:
+    text = edited(artifact, lambda data: data["engines"].pop(name))
+    assert f"named '{name}'" in text
+
+
+@pytest.mark.parametrize("key", ["file", "weights", "reference"])
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_an_engines_files_must_be_listed(artifact: Path, name: str, key: str) -> None:
+    text = edited(artifact, lambda data: data["files"].pop(data["engines"][name][key]))
+    assert f"engines.{name}.{key}: " in text
+    assert "is not among the listed files" in text
+
+
+def test_the_default_drafter_must_be_one_of_the_drafters(artifact: Path) -> None:
+    text = edited(artifact, lambda data: data.update(default_drafter="eagle"))
+    assert "default_drafter: 'eagle' is not among the drafters" in text
+
+
+def test_no_drafter_is_a_default_too(artifact: Path) -> None:
+    write_manifest(artifact, replace(read_manifest(artifact), default_drafter="none"))
+    assert read_manifest(artifact).default_drafter == "none"
+
+
+def test_a_draft_made_for_another_vocabulary_is_refused(artifact: Path) -> None:
+    text = edited(artifact, lambda data: data["drafters"]["model"].update(vocabulary="0" * 64))
+    assert f"drafters.model: made for vocabulary {'0' * 64}, the target has {'f' * 64}" in text
+
+
+def test_a_drafter_must_name_an_engine(artifact: Path) -> None:
+    text = edited(artifact, lambda data: data["drafters"]["model"].update(engine=None))
+    assert "drafters.model.engine: no engine is named None" in text
+
+
+def test_a_value_that_a_profile_refuses_is_a_manifest_error(artifact: Path) -> None:
+    text = edited(artifact, lambda data: data["profile"].update(batch_size=2))
+    assert ".profile: profile small: batch_size: only 1 is supported" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"verify_widths": []}, "verify_widths: expected rising numbers from 1 on, found []"),
+        ({"verify_widths": [4, 2]}, "verify_widths: expected rising numbers from 1 on, found [4, 2]"),
+        ({"verify_widths": [0, 2]}, "verify_widths: expected rising numbers from 1 on, found [0, 2]"),
+        ({"prefill_width": 0}, "capacity: expected positive sizes, found 64 with prefill_width 0"),
+        ({"capacity": -1}, "capacity: expected positive sizes, found -1"),
+        ({"capacity": 4096}, "slots: expected 4112, capacity and widest call together, found 80"),
+        ({"slots": 64}, "slots: expected 80, capacity and widest call together, found 64"),
+        ({"capacity": 32, "slots": 48}, "past_key.0: expected 48 in dimension 2 of its shape, found [1, 1, 80, 8]"),
+        ({"vocab_size": 31}, "logits: expected 31 in dimension 2 of its shape, found [1, 'rows', 32]"),
+    ],
+)
+def test_sizes_of_an_engine_that_contradict_each_other_are_refused(
+    artifact: Path, change: dict[str, object], text: str
+) -> None:
+    assert f"engines.draft.{text}" in edited(artifact, lambda data: data["engines"]["draft"].update(change))
+
+
+def test_a_newer_schema_asks_for_an_upgrade(artifact: Path) -> None:
+    text = edited(artifact, lambda data: data.update(schema=SCHEMA + 1, new_key={}))
+    assert f"schema {SCHEMA + 1} is newer than {SCHEMA}" in text
+    assert "upgrade SpecRT" in text
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": "other"}, {"format": None}, {"schema": 0}, {"schema": "1"}, {"schema": True}]
+)
+def test_another_format_or_schema_is_refused(artifact: Path, change: dict[str, object]) -> None:
+    text = edited(artifact, lambda data: data.update(change))
+    assert "expected" in text
+    assert repr(next(iter(change.values()))) in text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', "null", "\ufeff{}", "[" * 100_000])
+def test_something_else_than_a_json_object_is_refused(artifact: Path, text: str) -> None:
+    (artifact / MANIFEST_FILE).write_text(text, "utf-8")
+    with pytest.raises(ManifestError, match=MANIFEST_FILE):
+        read_manifest(artifact)
+
+
+def test_bytes_that_are_no_utf8_are_refused(artifact: Path) -> None:
+    (artifact / MANIFEST_FILE).write_bytes(b'{"format": "\xff"}')
+    with pytest.raises(ManifestError, match="not readable as JSON"):
+        read_manifest(artifact)
+
+
+def test_a_folder_without_manifest_says_what_was_expected(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ManifestError, match=r"no manifest\.json there: expected a folder written by"):
+            read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", sorted(CONTENTS))
+def test_a_missing_file_is_named(artifact: Path, name: str) -> None:
+    (artifact / name).unlink()
+    with pytest.raises(ManifestError, match=f"/{name}: listed in the manifest but missing"):
+        read_manifest(artifact)
+
+
+@pytest.mark.parametrize("name", sorted(CONTENTS))
+def test_a_file_of_another_size_is_named_with_both_sizes(artifact: Path, name: str) -> None:
+    size = len(CONTENTS[name])
+    (artifact / name).write_bytes(CONTENTS[name] + b"!")
+    with pytest.raises(ManifestError, match=f"/{name}: expected {size} bytes, found {size + 1}"):
+        read_manifest(artifact)
+
+
+@pytest.mark.parametrize("name", sorted(CONTENTS))
+def test_changed_content_of_the_same_size_is_found_by_its_hash(artifact: Path, name: str) -> None:
+    manifest = read_manifest(artifact)
+    check_hashes(artifact, manifest)
+    (artifact / name).write_bytes(b"?" + CONTENTS[name][1:])
+    read_manifest(artifact)
+    with pytest.raises(ManifestError, match=f"/{name}: expected SHA-256 {manifest.files[name].sha256}, found"):
+        check_hashes(artifact, manifest)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", ".", "..", "", "x/", "./x"])
+def test_names_that_lead_out_of_the_folder_are_refused(artifact: Path, name: str) -> None:
+    (artifact.parent / "x").write_bytes(b"outside")
+    text = edited(artifact, lambda data: data["files"].update({name: {"size": 7, "sha256": "0" * 64}}))
+    assert f"{name!r} is not a plain file name" in text
+
+
+def test_an_engine_cannot_read_a_file_outside_the_folder(artifact: Path) -> None:
+    text = edited(artifact, lambda data: data["engines"]["target"].update(file="../target.onnx"))
+    assert "engines.target.file: '../target.onnx' is not among the listed files" in text
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation.json"])
+def test_files_every_artifact_needs_must_be_listed(artifact: Path, name: str) -> None:
+    assert f"files: expected {name} among them" in edited(artifact, lambda data: data["files"].pop(name))

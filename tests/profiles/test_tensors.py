@@ -1,0 +1,34 @@
+"""The call contract: names, order, types and shapes."""
+
+from specrt_profiles.profile import Profile
+from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+
+DIMS = DecoderDims(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64, vocab_size=300)
+PROFILE = Profile(name="small", capacity=100, prefill_width=8, verify_widths=(2, 16))
+
+
+def test_the_inputs_are_the_call_and_the_kv_buffers_layer_by_layer() -> None:
+    call = ["input_ids", "position_ids", "seqlens_k", "total_sequence_length", "logits_indices"]
+    kv = ["past_key.0", "past_value.0", "past_key.1", "past_value.1"]
+    assert [spec.name for spec in ort_inputs(DIMS, PROFILE)] == call + kv
+
+
+def test_the_outputs_are_logits_and_the_same_buffers() -> None:
+    kv = ["present_key.0", "present_value.0", "present_key.1", "present_value.1"]
+    assert [spec.name for spec in ort_outputs(DIMS, PROFILE)] == ["logits", *kv]
+
+
+def test_types_and_shapes_are_the_documented_ones() -> None:
+    found = {spec.name: (spec.dtype, spec.shape) for spec in (*ort_inputs(DIMS, PROFILE), *ort_outputs(DIMS, PROFILE))}
+    assert found["input_ids"] == found["position_ids"] == ("int64", (1, "width"))
+    assert found["seqlens_k"] == ("int32", (1,))
+    assert found["total_sequence_length"] == ("int32", ())
+    assert found["logits_indices"] == ("int64", ("rows",))
+    assert found["logits"] == ("float32", (1, "rows", 300))
+    assert found["past_key.1"] == found["past_value.0"] == found["present_value.1"] == ("float32", (1, 2, 116, 16))
+
+
+def test_kv_bytes_are_those_of_the_buffers() -> None:
+    past = [spec for spec in ort_inputs(DIMS, PROFILE) if spec.name.startswith("past")]
+    values = sum(int(a) * int(b) * int(c) * int(d) for a, b, c, d in (spec.shape for spec in past))
+    assert DIMS.kv_bytes(PROFILE.slots) == 4 * values
