@@ -1,5 +1,6 @@
 """The promise on the real default model: the same ids and the same bits with speculation on and off."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from specrt.prompts import load_prompts
 pytestmark = pytest.mark.slow
 KS = (1, 3, 5, 9, 15)
 PROMPTS = [prompt.text for prompt in load_prompts(None)]
-MAX_TOKENS = 32
+MAX_TOKENS = 20
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,11 @@ def generate(model: specrt.LanguageModel, prompt: str, **options: Any) -> tuple[
     return result, {position: recorder.rows[position] for position in range(first, first + len(result.token_ids))}
 
 
-def drafters(model: specrt.LanguageModel) -> list[str]:
-    random_draft = "random" in model.manifest.engines["draft"].model.name
-    return ["model"] if random_draft else ["ngram", "model"]
+def settings(model: specrt.LanguageModel) -> list[tuple[str, int]]:
+    """Return drafters and values of k; those of the adversary, whose guesses are all wrong, are fewer."""
+    if "random" in model.manifest.engines["draft"].model.name:
+        return [("model", k) for k in (1, 5, 15)]
+    return list(itertools.product(["ngram", "model"], KS))
 
 
 def test_greedy_ids_and_logits_are_bitwise_those_of_plain_decoding(model: specrt.LanguageModel) -> None:
@@ -60,24 +63,22 @@ def test_greedy_ids_and_logits_are_bitwise_those_of_plain_decoding(model: specrt
     accepted = 0
     for prompt in PROMPTS:
         plain, rows = generate(model, prompt, k=0)
-        for drafter in drafters(model):
-            for k in KS:
-                result, speculative_rows = generate(model, prompt, k=k, drafter=drafter)
-                assert result.token_ids == plain.token_ids
-                assert speculative_rows == rows
-                assert result.stats.num_proposed > 0 or drafter == "ngram"
-                accepted += result.stats.num_accepted
-    assert accepted > 0 or drafters(model) == ["model"]
+        for drafter, k in settings(model):
+            result, speculative_rows = generate(model, prompt, k=k, drafter=drafter)
+            assert result.token_ids == plain.token_ids
+            assert speculative_rows == rows
+            assert result.stats.num_proposed > 0 or drafter == "ngram"
+            accepted += result.stats.num_accepted
+    assert accepted > 0 or len(settings(model)) == 3
 
 
 def test_one_seed_gives_one_text_at_any_k(model: specrt.LanguageModel) -> None:
-    for seed, prompt in enumerate(PROMPTS[:4]):
+    for seed, prompt in enumerate(PROMPTS[:2]):
         options = {"temperature": 0.8, "top_p": 0.95, "seed": seed}
         plain, rows = generate(model, prompt, k=0, **options)
-        for drafter in drafters(model):
-            for k in (1, 5, 9):
-                result, speculative_rows = generate(model, prompt, k=k, drafter=drafter, **options)
-                assert (result.text, speculative_rows) == (plain.text, rows)
+        for drafter, k in settings(model):
+            result, speculative_rows = generate(model, prompt, k=k, drafter=drafter, **options)
+            assert (result.text, speculative_rows) == (plain.text, rows)
 
 
 def test_the_answer_makes_sense(artifacts: dict[str, Path], machine_cache: Path) -> None:
