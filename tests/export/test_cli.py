@@ -93,6 +93,7 @@ def test_models_are_listed_for_people_and_programs(tmp_path: Path) -> None:
     assert [row["cached"] for row in rows] == [False] * len(rows)
 
 
+@pytest.mark.slow
 def test_termination_leaves_nothing_and_keeps_the_old_artifact(
     tiny_source: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:

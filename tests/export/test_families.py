@@ -8,9 +8,8 @@ import tiny
 from specrt_export.parity import BOUNDS
 from specrt_profiles.manifest import read_manifest
 
-# one of each kind: transposed weights with learned positions, sliding windows with two rotary tables, partial and
-# interleaved rotation; the others run with the slow tests
-QUICK = ("gpt2", "gemma3", "phi", "cohere")
+# the others run with the slow tests
+QUICK = {"llama", "qwen2"}
 FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in tiny.FAMILIES]
 
 

@@ -58,7 +58,7 @@ def operators(artifact: Path) -> list[str]:
     ("family", "precision"),
     [
         ("qwen2", "int4"),
-        ("gpt2", "int8"),
+        pytest.param("gpt2", "int8", marks=pytest.mark.slow),
         pytest.param("qwen2", "int8", marks=pytest.mark.slow),
         pytest.param("llama", "int4", marks=pytest.mark.slow),
         pytest.param("llama", "int8", marks=pytest.mark.slow),
@@ -78,6 +78,7 @@ def test_quantised_weights_stay_within_their_bounds_and_lossless(
     tiny.assert_lossless(artifact, tmp_path / "machine")
 
 
+@pytest.mark.slow
 def test_sizes_that_fill_no_whole_block_are_quantised_too(export: Export, tmp_path: Path) -> None:
     artifact = export(
         "llama", "int4", hidden_size=80, num_attention_heads=5, num_key_value_heads=1, intermediate_size=90
@@ -86,12 +87,14 @@ def test_sizes_that_fill_no_whole_block_are_quantised_too(export: Export, tmp_pa
     tiny.assert_lossless(artifact, tmp_path / "machine")
 
 
+@pytest.mark.slow
 def test_a_tied_model_is_exported_exactly_and_lossless(export: Export, tmp_path: Path) -> None:
     artifact = export("qwen2", "fp32")
     assert target_of(artifact).parity.max_abs_diff <= BOUNDS["fp32"].max_abs_diff
     tiny.assert_lossless(artifact, tmp_path / "machine")
 
 
+@pytest.mark.slow
 def test_a_bfloat16_checkpoint_is_as_close_as_an_fp32_one(export: Export) -> None:
     parity = target_of(export("llama", "fp32", dtype="bfloat16")).parity
     assert parity.max_abs_diff <= BOUNDS["fp32"].max_abs_diff
