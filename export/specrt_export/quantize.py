@@ -5,11 +5,13 @@ block. Per-tensor activation scales are not offered: there a rejected token woul
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 32
+_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,14 @@ class QuantizedMatrix:
 def quantize(weight: NDArray[np.float32], *, bits: int) -> QuantizedMatrix:
     """Round a [N, K] matrix to `bits` (4 or 8) per value between each block's minimum and maximum.
 
-    The range always contains 0, so that zeros stay zeros. K is padded with zeros to a multiple of 32.
+    The range always contains 0, so that zeros stay zeros. K is padded with zeros to a multiple of 32. Works through
+    a few rows at a time, so that it needs little more memory than its result.
     """
+    parts = [_quantize_rows(weight[start : start + _ROWS], bits) for start in range(0, len(weight), _ROWS)]
+    return QuantizedMatrix(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def _quantize_rows(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     rows, columns = weight.shape
     blocks = -(-columns // BLOCK)
     padded = np.zeros((rows, blocks * BLOCK), np.float32)
@@ -42,7 +50,7 @@ def quantize(weight: NDArray[np.float32], *, bits: int) -> QuantizedMatrix:
     inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     zeros = np.clip(np.rint(-low * inverse), 0, top)
     quantized = np.clip(np.rint(values * inverse[..., None]) + zeros[..., None], 0, top).astype(np.uint8)
-    return QuantizedMatrix(_pack(quantized, bits), scales, _pack(zeros.astype(np.uint8), bits))
+    return _pack(quantized, bits), scales, _pack(zeros.astype(np.uint8), bits)
 
 
 def dequantize(matrix: QuantizedMatrix, *, bits: int, columns: int) -> NDArray[np.float32]:

@@ -21,6 +21,7 @@ ENTRY = CatalogueEntry(
     version="1.2",
     parts=2,
     member=".bin",
+    licence="mit",
     licence_member="/LICENSE",
     file="model.gguf",
     size=len(CONTENT),
