@@ -1,7 +1,7 @@
 """The ONNX Runtime engine: one session, one IO binding per call shape, KV buffers bound in place.
 
-Everything a call needs is allocated when its shape is first used and bound once. A step writes a few integers
-into bound arrays and runs; nothing in proportion to the context or the vocabulary is allocated or copied.
+What a call reads and writes is allocated when its shape is first used and bound once. A step writes a few integers into
+bound arrays and runs; KV and logits are never copied, and nothing is allocated on this side of the engine.
 """
 
 from collections.abc import Sequence
