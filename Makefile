@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON ?= python3
 ARTIFACT ?= artifacts/smollm2-135m
 OUT ?= artifacts/$(basename $(notdir $(MODEL)))
-PROMPT ?= List the planets of the solar system in order, one per line, each with a short fact.
+PROMPT ?= Summarise in one sentence: The library will be closed on Monday and Tuesday because the heating has to be repaired. \
+  Books that are due on these days can be returned on Wednesday without a fine.
 READY := $(VENV)/.specrt-ready
 RUN := $(VENV)/bin
 
