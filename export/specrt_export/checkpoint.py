@@ -75,6 +75,8 @@ def resolve(model: str, *, revision: str | None, cache_dir: Path, on_bytes: Call
 
 
 def _directory(name: str, folder: Path, *, source: str, revision: str | None) -> Checkpoint:
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModelError(f"{name}: an adapter (LoRA), not a model: merge it into its base model first")
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder}: expected a transformers directory with config.json, found none")
     config = _read_json(folder / "config.json")

@@ -135,6 +135,13 @@ def test_a_directory_without_config_is_no_model(tmp_path: Path) -> None:
     assert "expected a transformers directory with config.json, found none" in text
 
 
+def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    source = tiny.make_shell(tmp_path / "model", {"model_type": "llama"}, weights=True)
+    (source / "adapter_config.json").write_text("{}", "utf-8")  # the base model may lie in the same folder
+    text = refusal(source, tmp_path / "out", UnsupportedModelError)
+    assert "an adapter (LoRA), not a model: merge it" in text
+
+
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     source = tiny.make_shell(tmp_path / "model", {"model_type": "llama"}, weights=False)
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04")
