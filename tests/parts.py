@@ -46,6 +46,7 @@ def make_loop(
     prompt: Sequence[int] = (0, 1),
     k: int = 3,
     eos: tuple[int, ...] = (),
+    clock: Callable[[], float] | None = None,
     **params: Any,
 ) -> Loop:
     """Return a loop over `target` with real sampler, stop rules and acceptance."""
@@ -54,7 +55,8 @@ def make_loop(
     stops = StopRules(sampling, end_ids=end_ids, room=target.capacity - len(prompt), detokenizer=PlainDetokenizer())
     sampler = Sampler(sampling, list(prompt), vocab_size=target.vocab_size, end_ids=end_ids)
     ticks = itertools.count()
-    return Loop(target, drafter or NoDrafter(), sampler, stops, list(prompt), k=k, clock=lambda: float(next(ticks)))
+    clock = clock or (lambda: float(next(ticks)))
+    return Loop(target, drafter or NoDrafter(), sampler, stops, list(prompt), k=k, clock=clock)
 
 
 def run(target: Any, drafter: Drafter | None = None, **arguments: Any) -> tuple[list[int], Loop, list[Token]]:

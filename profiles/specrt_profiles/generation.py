@@ -37,6 +37,6 @@ def read_generation(folder: Path) -> GenerationDefaults:
     path = folder / GENERATION_FILE
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: not readable as JSON: {error}") from None
     return decode(GenerationDefaults, data, where=str(path), error=ManifestError)

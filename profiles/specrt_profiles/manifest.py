@@ -164,9 +164,12 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
                 f"{folder / MANIFEST_FILE}: {name!r} is not a plain file name: the manifest was tampered with"
             )
         path = folder / name
-        if not path.is_file():
+        try:
+            size = path.stat().st_size if path.is_file() else None
+        except OSError as error:
+            raise ManifestError(f"{path}: cannot be read: {error.strerror}") from None
+        if size is None:
             raise ManifestError(f"{path}: listed in the manifest but missing: copy the whole artifact again")
-        size = path.stat().st_size
         if size != entry.size:
             raise ManifestError(f"{path}: expected {entry.size} bytes, found {size}: copy the file again")
 
@@ -180,11 +183,15 @@ def check_hashes(folder: Path, manifest: Manifest) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ManifestError(f"{path.parent}: no {path.name} there: expected a folder written by 'specrt export'")
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        raise ManifestError(
+            f"{path.parent}: no {path.name} there: expected a folder written by 'specrt export'"
+        ) from None
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ManifestError(f"{path}: expected a JSON object, found {type(data).__name__}")
@@ -206,13 +213,16 @@ def _problem(manifest: Manifest) -> str | None:
         return f"files: expected {missing[0]} among them, found {sorted(manifest.files)}"
     if manifest.default_drafter not in {*manifest.drafters, "none"}:
         return f"default_drafter: {manifest.default_drafter!r} is not among the drafters"
+    ends = [token for token in manifest.vocabulary.eos_token_ids if not 0 <= token < manifest.target.vocab_size]
+    if ends:
+        return f"vocabulary.eos_token_ids: expected ids below {manifest.target.vocab_size}, found {ends[0]}"
     for name, engine in manifest.engines.items():
         problem = _engine_problem(engine, manifest.files)
         if problem:
             return f"engines.{name}.{problem}"
     for name, drafter in manifest.drafters.items():
-        if drafter.kind == "model" and drafter.engine not in manifest.engines:
-            return f"drafters.{name}.engine: no engine is named {drafter.engine!r}"
+        if drafter.kind == "model" and drafter.engine not in manifest.engines.keys() - {"target"}:
+            return f"drafters.{name}.engine: no draft engine is named {drafter.engine!r}"
         if drafter.kind == "model" and drafter.vocabulary != manifest.vocabulary.fingerprint:
             return (
                 f"drafters.{name}: made for vocabulary {drafter.vocabulary}, the target has "
@@ -239,4 +249,6 @@ def _engine_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str |
         size = engine.slots if kv else engine.vocab_size
         if (kv or spec.name == "logits") and spec.shape[2:3] != (size,):
             return f"{spec.name}: expected {size} in dimension 2 of its shape, found {list(spec.shape)}"
+        if kv and not all(isinstance(dim, int) and dim > 0 for dim in spec.shape):
+            return f"{spec.name}: expected a shape of fixed sizes, found {list(spec.shape)}"
     return None

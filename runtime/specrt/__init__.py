@@ -7,20 +7,37 @@ with specrt.load("artifacts/smollm2-135m") as model:
         print(token.text, end="", flush=True)
 """
 
-from specrt.errors import SpecRTError
+from typing import Any
+
+from specrt.errors import BusyError, EngineError, ManifestError, MissingExtraError, RequestError, SpecRTError, TextError
 from specrt.language_model import LanguageModel, Result, Stream, load
 from specrt.loop import Token, TokenLogprob
 from specrt.sampling import SamplingParams
 from specrt.stats import Statistics
 
 __all__ = [
+    "BusyError",
+    "EngineError",
     "LanguageModel",
+    "ManifestError",
+    "MissingExtraError",
+    "RequestError",
     "Result",
     "SamplingParams",
     "SpecRTError",
     "Statistics",
     "Stream",
+    "TextError",
     "Token",
     "TokenLogprob",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Look up `__version__` when it is asked for: reading the metadata takes longer than the rest of the import."""
+    if name != "__version__":
+        raise AttributeError(f"module 'specrt' has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("specrt")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from specrt import cli_options as options
-from specrt.errors import SpecRTError
+from specrt.errors import RequestError, SpecRTError
 
 if TYPE_CHECKING:
     from specrt.check import CheckReport
@@ -60,6 +60,8 @@ def _one_line_errors() -> Iterator[None]:
 @click.version_option(package_name="specrt")
 def main() -> None:
     """Lossless speculative decoding from self-contained artifacts."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows ? and goes on
 
 
 @main.command(epilog="""\b
@@ -85,9 +87,13 @@ def generate(
     """
     from specrt.language_model import load
 
+    if sampling["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json")
     text = options.read_prompt(prompt, prompt_file)
     with load(artifact, threads=threads) as model:
         chat = model.tokenizer.has_chat_template and not raw
+        if system is not None and not chat:
+            raise click.UsageError("--system needs the chat template of an artifact that has one, without --raw")
         with model.stream(options.messages(text, system) if chat else text, **options.given(sampling)) as stream:
             _print(stream, as_json=as_json)
 
@@ -113,10 +119,17 @@ def chat(artifact: Path, system: str | None, threads: int | None, as_json: bool,
             if text == "/reset":
                 messages = []
                 continue
-            messages += options.messages(text, None if messages else system)
-            with model.stream(messages, **{"stream": turn, **given}) as stream:
+            asked = [*messages, *options.messages(text, None if messages else system)]
+            try:
+                stream = model.stream(asked, **{"stream": turn, **given})
+            except RequestError as error:
+                if not messages:
+                    raise
+                click.echo(f"error: {error}; /reset starts over", err=True)  # the conversation is not lost
+                continue
+            with stream:
                 result = _print(stream, as_json=as_json)
-            messages.append({"role": "assistant", "content": result.text})
+            messages = [*asked, {"role": "assistant", "content": result.text}]
             turn += 1
 
 
@@ -128,7 +141,7 @@ Examples:
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines with 'turns' or 'prompt', and 'category'.")
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts per category.")
 @click.option(
-    "--ks", metavar="K,...", default="3,5,8", show_default=True, callback=options.parse_ints, help="Values of k."
+    "--ks", metavar="K,...", callback=options.parse_ints, help="Values of k; -k for a single one.  [default: 3,5,8]"
 )
 @click.option(
     "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs per prompt and setting."
@@ -150,9 +163,11 @@ def bench(
     from specrt.language_model import load
     from specrt.prompts import load_prompts
 
-    texts = load_prompts(prompts, limit=limit)
     given: Any = {"max_tokens": 128, **options.given(sampling)}
-    given.pop("k", None)
+    if ks and "k" in given:
+        raise click.UsageError("give --ks or -k, not both")
+    ks = ks or ([given.pop("k")] if "k" in given else [3, 5, 8])
+    texts = load_prompts(prompts, limit=limit)
     with load(artifact, threads=threads) as model:
         drafter = given.pop("drafter", model.manifest.default_drafter)
         where = sys.stderr if sys.stderr.isatty() else io.StringIO()
@@ -207,7 +222,7 @@ def _print(stream: "Stream", *, as_json: bool) -> "Result":
         click.echo(json.dumps(_to_json(result)))
     else:
         click.echo()
-        click.echo(result.stats.summary(), err=True)
+        click.echo(f"finished: {result.finish_reason} | {result.stats.summary()}", err=True)
     return result
 
 

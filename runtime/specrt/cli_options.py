@@ -1,5 +1,6 @@
 """Options and input shared by the commands."""
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,6 +37,17 @@ def parse_ints(_ctx: click.Context, _param: click.Parameter, value: str | None) 
         raise click.BadParameter(f"expected whole numbers with commas between, found {value!r}") from None
 
 
+def parse_object(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """Turn a JSON object into a dict."""
+    try:
+        found = json.loads(value) if value is not None else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"expected a JSON object, found {value!r}")
+    return found or None
+
+
 _COUPLING = click.Choice(["gumbel", "rejection"])
 _SAMPLING = (
     click.option("--drafter", help="ngram, model or none.  [default: the artifact's]"),
@@ -60,7 +72,11 @@ _SAMPLING = (
     click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens."),
     click.option("--seed", type=int, help="Repeat a sampled text.  [default: a new one each time]"),
     click.option("--coupling", type=_COUPLING, help="How drafts share randomness with the target.  [default: gumbel]"),
-)
+    click.option(
+        "--chat-template-kwargs", metavar="JSON", callback=parse_object,
+        help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
+    ),
+)  # fmt: skip
 
 
 def sampling(command: Command) -> Command:
@@ -78,6 +94,8 @@ def given(options: Mapping[str, Any]) -> Any:
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """Return the prompt of the command line, a file, or standard input; raises `RequestError` if it is not UTF-8."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give PROMPT or --prompt-file, not both")
     try:
         if prompt_file is not None:
             return prompt_file.read_bytes().decode("utf-8")

@@ -1,5 +1,6 @@
 """`specrt.load`: an artifact, ready to generate."""
 
+import contextlib
 import copy
 import os
 import threading
@@ -15,7 +16,7 @@ from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.engine import Engine, open_engine
 from specrt.engine_ort import engine_version
-from specrt.errors import BusyError, EngineError
+from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop, Token, TokenLogprob
 from specrt.machine import default_cache_dir, remembered_widths
 from specrt.requests import (
@@ -33,7 +34,7 @@ from specrt.stops import FinishReason, StopRules
 from specrt.text import Tokenizer
 from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.generation import read_generation
-from specrt_profiles.manifest import read_manifest
+from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +58,23 @@ class Result:
     stats: Statistics
 
 
-def load(path: str | Path, *, threads: int | None = None, cache_dir: Path | None = None) -> "LanguageModel":
+def load(path: str | Path, *, threads: int | None = None, cache_dir: str | Path | None = None) -> "LanguageModel":
     """Open an artifact.
 
     threads: CPU threads of each engine, None for one per physical core. cache_dir: where measurements about
     this machine are kept (~/.cache/specrt/machine). The first load on a machine finds out which call widths
-    give the same bits, which takes about 80 engine calls. Raises `ManifestError` or `EngineError` for a damaged
-    artifact, `MissingExtraError` without an engine.
+    give the same bits, which takes about 80 engine calls. Raises `ManifestError`, `TextError` or `EngineError` for a
+    damaged artifact, `MissingExtraError` without an engine.
     """
-    return LanguageModel(Path(path), threads=threads, cache_dir=cache_dir or default_cache_dir())
+    return LanguageModel(Path(path), threads=threads, cache_dir=Path(cache_dir or default_cache_dir()))
 
 
 class LanguageModel:
     """A loaded artifact. Serves one request at a time; a second one meanwhile is refused with `BusyError`.
 
-    It may be used from any thread, but belongs to the process that loaded it: engines do not survive a fork. Call
-    `close` to release the memory, or use it as a context manager, which also ends a request in progress.
+    It may be used from any thread, but belongs to the process that loaded it: engines do not survive a fork, and ONNX
+    Runtime makes a forked child wait for ever at its exit unless it leaves by `os._exit`, as multiprocessing does.
+    Call `close` to release the memory, or use it as a context manager, which also ends a request in progress.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class LanguageModel:
         self.folder = folder
         self.manifest = read_manifest(folder)
         self.defaults = read_generation(folder)
-        self.tokenizer = Tokenizer(folder, self.manifest.vocabulary)
+        has_template = CHAT_TEMPLATE_FILE in self.manifest.files
+        self.tokenizer = Tokenizer(folder, self.manifest.vocabulary, has_template=has_template)
+        self._check_defaults()
         self._threads, self._clock = threads, clock
         self._engines: dict[str, Engine] = {}
         self._lock = threading.Lock()
@@ -142,7 +146,10 @@ class LanguageModel:
 
     def _request(self, prompt: Prompt, given: dict[str, Any], target: Engine) -> "_Request":
         vocab_size, manifest = self.target.vocab_size, self.manifest
-        ids = prompt_ids(prompt, self.tokenizer, vocab_size=vocab_size, capacity=self.target.capacity)
+        ids = prompt_ids(
+            prompt, self.tokenizer, vocab_size=vocab_size, capacity=self.target.capacity,
+            template_kwargs=given.get("chat_template_kwargs"),
+        )  # fmt: skip
         params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
         how = resolve_speculation(
             given, drafters=tuple(manifest.drafters), default=manifest.default_drafter,
@@ -156,6 +163,12 @@ class LanguageModel:
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
         loop = Loop(target, self._drafter(how), sampler, stops, ids, k=how.k, clock=self._clock)
         return _Request(loop, stops, params)
+
+    def _check_defaults(self) -> None:
+        try:
+            resolve_sampling({}, self.defaults, self.tokenizer, vocab_size=self.manifest.target.vocab_size)
+        except RequestError as error:
+            raise ManifestError(f"{self.folder / GENERATION_FILE}: {error}") from None
 
     def _drafter(self, how: Speculation) -> Drafter:
         if how.k == 0 or how.drafter == "none":
@@ -226,7 +239,7 @@ class Stream(Iterator[Token]):
     def __init__(self, request: _Request, release: Callable[[], None]) -> None:
         self._request = request
         self._tokens = request.loop.run()
-        self._release: Callable[[], None] | None = release
+        self._release = [release]  # taken out by whoever closes first
         self._process = os.getpid()
         self._ids: list[int] = []
         self._texts: list[str] = []
@@ -251,14 +264,15 @@ class Stream(Iterator[Token]):
 
     def close(self) -> None:
         """End the request now. Safe to call again, but not while another thread takes a token: see `cancel`."""
-        if self._release is not None:
-            try:
-                self._tokens.close()
-            except ValueError:
-                raise BusyError("another thread is taking a token of this stream: cancel it instead") from None
-            self.cancel()
-            self._release()
-            self._release = None
+        if not self._release:
+            return
+        try:
+            self._tokens.close()
+        except ValueError:
+            raise BusyError("another thread is taking a token of this stream: cancel it instead") from None
+        self.cancel()
+        with contextlib.suppress(IndexError):  # another thread closed it meanwhile
+            self._release.pop()()
 
     @property
     def result(self) -> Result:

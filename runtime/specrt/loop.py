@@ -74,8 +74,10 @@ class Loop:
         started = self._clock()
         self._target.rollback(0)
         self._target.prefill(self.tokens[:-1])
+        prefilled = self._clock()
         self._guarded(lambda: self._drafter.start(self.tokens, self._sampler))
-        self.stats.prefill_s = self._clock() - started
+        self.stats.prefill_s = prefilled - started
+        self.stats.draft_s = self._clock() - prefilled  # plain decoding has no such cost
 
     def _step(self) -> list[Token]:
         n = len(self.tokens)

@@ -25,7 +25,8 @@ class Options(TypedDict, total=False):
     ignore_eos, seed (a new one each time if left out), stream (number of the sample or chat turn under one
     seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `model` or
     `none`. k: most tokens to propose per step, 0 for plain decoding. prompt_lookup_max, prompt_lookup_min:
-    lengths of the n-grams that the `ngram` drafter looks up.
+    lengths of the n-grams that the `ngram` drafter looks up. chat_template_kwargs: variables for the chat template
+    (`enable_thinking`, `tools`, ...), with a prompt of messages.
     """
 
     temperature: float | None
@@ -50,6 +51,7 @@ class Options(TypedDict, total=False):
     k: int | None
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 _SAMPLING = tuple(SamplingParams.__dataclass_fields__)
@@ -65,6 +67,13 @@ _INTEGERS = (
     "prompt_lookup_max",
     "prompt_lookup_min",
 )
+_ELSEWHERE = {  # what other libraries call it
+    "num_speculative_tokens": "k", "num_draft_tokens": "k", "num_assistant_tokens": "k",
+    "prompt_lookup_num_tokens": "k", "max_matching_ngram_size": "prompt_lookup_max", "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids", "do_sample": "temperature", "bad_words_ids": "bad_words",
+    "top_logprobs": "logprobs", "tools": "chat_template_kwargs", "enable_thinking": "chat_template_kwargs",
+}  # fmt: skip
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -86,7 +95,8 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     known = Options.__annotations__
     for name in options:
         if name not in known:
-            raise RequestError(f"unknown option {name!r}{nearest(name, known)}")
+            ours = _ELSEWHERE.get(name)
+            raise RequestError(f"unknown option {name!r}{f' (here: {ours})' if ours else nearest(name, known)}")
     return {name: _plain(name, value) for name, value in options.items() if value is not None}
 
 
@@ -108,6 +118,8 @@ def _plain(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise RequestError(f"{name}: expected a dict from token ids to numbers, found {value!r}")
         return {_token_id(name, token): _number(name, bias) for token, bias in value.items()}
+    if name == "chat_template_kwargs" and not (isinstance(value, Mapping) and all(isinstance(k, str) for k in value)):
+        raise RequestError(f"{name}: expected a dict from names to values, found {value!r}")
     return value
 
 
@@ -189,13 +201,19 @@ def resolve_speculation(
     return Speculation(drafter=drafter, k=k, prompt_lookup_max=longest, prompt_lookup_min=shortest)
 
 
-def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, capacity: int) -> list[int]:
+def prompt_ids(
+    prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, capacity: int,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:  # fmt: skip
     """Return the token ids of a text, of messages, or of token ids; raises `RequestError` if empty or too long."""
     items = [] if isinstance(prompt, str) else _items("prompt", prompt, "a text, token ids or messages")
+    is_chat = bool(items) and all(isinstance(item, Mapping) for item in items)
+    if template_kwargs and not is_chat:
+        raise RequestError("chat_template_kwargs: expected a prompt of messages, which go through the chat template")
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-    elif items and all(isinstance(item, Mapping) for item in items):
-        ids = tokenizer.encode(tokenizer.render(items), add_special_tokens=False)
+    elif is_chat:
+        ids = tokenizer.encode(tokenizer.render(items, template_kwargs), add_special_tokens=False)
     else:
         ids = [_token_id("prompt", item) for item in items]
     if not ids:

@@ -18,9 +18,9 @@ _ENOUGH = 50  # proposed tokens before an acceptance rate is worth a remark
 class Statistics:
     """Counts and seconds of one request.
 
-    `prefill_s`, `draft_s` and `verify_s` are spent in the engines and drafters; `rest_s` is everything else
-    between prompt and last token (acceptance, sampling, stop rules, text), waiting for the consumer of a stream
-    excluded.
+    `prefill_s` is the target's prompt, `verify_s` its other calls; `draft_s` is everything the drafter does, a
+    draft model's own prompt included; `rest_s` is everything else between prompt and last token (acceptance,
+    sampling, stop rules, text), waiting for the consumer of a stream excluded.
     """
 
     drafter: str
@@ -54,12 +54,12 @@ class Statistics:
 
     @property
     def decode_s(self) -> float:
-        """Seconds after prefill."""
+        """Seconds after the target's prefill."""
         return self.draft_s + self.verify_s + self.rest_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second after prefill; 0 if none was emitted."""
+        """Tokens per second after the target's prefill; 0 if none was emitted."""
         return self.num_tokens / self.decode_s if self.decode_s else 0.0
 
     def count(self, *, proposed: int, accepted: int, committed: int) -> None:

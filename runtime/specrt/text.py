@@ -10,17 +10,22 @@ from specrt.errors import TextError
 from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Vocabulary
 
 _CONTEXT = 6  # prompt tokens decoded along with the first output token, so that its leading space is known
+_LONGEST_CONTEXT = 96  # where the prompt ends in characters made of single bytes: a run of them is decoded as a whole
 _LONGEST_WAIT = 16  # tokens after which all but the last U+FFFD is given out, and tokens without text are dropped
 _LONGEST_HALF = 3  # bytes, and so tokens, of a character that lacks its last
 _HALF = "\ufffd"
+
+_TEMPLATE_FAULTS = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 Message = Mapping[str, Any]
 
 
 class Tokenizer:
-    """The artifact's tokenizer and chat template."""
+    """The artifact's tokenizer and, if it has one, its chat template."""
 
-    def __init__(self, folder: Path, vocabulary: Vocabulary) -> None:
+    def __init__(self, folder: Path, vocabulary: Vocabulary, *, has_template: bool) -> None:
         from tokenizers import Tokenizer as Backend
 
         path = folder / TOKENIZER_FILE
@@ -30,8 +35,7 @@ class Tokenizer:
             raise TextError(f"{path}: not a readable tokenizer: {error}") from None
         self._backend.no_truncation()
         self._backend.no_padding()
-        template = folder / CHAT_TEMPLATE_FILE
-        self._template_text = template.read_text("utf-8") if template.is_file() else None
+        self._template_text = _read(folder / CHAT_TEMPLATE_FILE) if has_template else None
         self._special_tokens = dict(vocabulary.special_tokens)
 
     @property
@@ -54,10 +58,11 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """Return the text that the chat template makes of messages (`role`, `content`); a key that is None is left out.
 
-        Raises `TextError` when there is no template, or with the template's own words when it refuses the messages.
+        variables: what else the template may read (`tools`, `enable_thinking`, ...). Raises `TextError` when there is
+        no template, or with the template's own words when it refuses the messages.
         """
         from jinja2 import TemplateError
 
@@ -65,16 +70,12 @@ class Tokenizer:
             raise TextError("the artifact has no chat template: give a text prompt instead of messages")
         try:
             template = _environment().from_string(self._template_text)
-            text: str = template.render(
-                messages=[{key: value for key, value in m.items() if value is not None} for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
+            given = [{key: value for key, value in m.items() if value is not None} for m in messages]
+            text: str = template.render({**known, **(variables or {}), "messages": given})
         except TemplateError as error:
             raise TextError(f"the chat template refuses the messages: {_one_line(error)}") from None
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except _TEMPLATE_FAULTS as error:
             raise TextError(f"the chat template fails on the messages: {_one_line(error)}") from None
         return text
 
@@ -93,7 +94,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt[-_CONTEXT:])
+        self._ids = _context(tokenizer, prompt)
         self._start = 0  # the window begins here
         self._settled = len(self._ids)  # the text of so many tokens has been given out
         self._given = len(self._window())  # characters of the window that have been given out
@@ -135,8 +136,23 @@ class IncrementalDetokenizer:
         return piece
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Return the last tokens of a prompt, enough of them to begin with a whole character."""
+    size = _CONTEXT
+    while size < min(len(prompt), _LONGEST_CONTEXT) and _HALF in tokenizer.decode(prompt[-size:]):
+        size += 1
+    return list(prompt[-size:])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"{path}: not readable as UTF-8: {error}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _environment() -> Any:

@@ -51,7 +51,7 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
         read_generation(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff", b"[]"])
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff", b"[]", b"[" * 200_000])
 def test_a_file_that_is_missing_or_no_json_object_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / GENERATION_FILE).write_bytes(content)

@@ -222,7 +222,41 @@ def test_a_draft_made_for_another_vocabulary_is_refused(artifact: Path) -> None:
 
 def test_a_drafter_must_name_an_engine(artifact: Path) -> None:
     text = edited(artifact, lambda data: data["drafters"]["model"].update(engine=None))
-    assert "drafters.model.engine: no engine is named None" in text
+    assert "drafters.model.engine: no draft engine is named None" in text
+
+
+def test_the_target_is_no_draft(artifact: Path) -> None:
+    text = edited(artifact, lambda data: data["drafters"]["model"].update(engine="target"))  # it has one KV buffer
+    assert "drafters.model.engine: no draft engine is named 'target'" in text
+
+
+@pytest.mark.parametrize("token", [-1, 10**9])
+def test_an_end_token_outside_the_vocabulary_is_refused(artifact: Path, token: int) -> None:
+    text = edited(artifact, lambda data: data["vocabulary"].update(eos_token_ids=[token]))
+    assert "vocabulary.eos_token_ids: expected ids below" in text
+    assert f"found {token}" in text
+
+
+@pytest.mark.parametrize("dim", ["heads", 0])
+def test_kv_buffers_have_fixed_sizes(artifact: Path, dim: object) -> None:
+    def change(data: Any) -> None:
+        next(spec for spec in data["engines"]["target"]["inputs"] if spec["name"] == "past_key.0")["shape"][1] = dim
+
+    assert "past_key.0: expected a shape of fixed sizes" in edited(artifact, change)
+
+
+def test_a_path_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="cannot be read: File name too long"):
+        read_manifest(tmp_path / ("a" * 300))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ManifestError, match=r"no manifest\.json there"):
+        read_manifest(tmp_path / "file")
+
+
+def test_a_listed_name_that_is_too_long_is_one_line(artifact: Path) -> None:
+    name = "a" * 300
+    text = edited(artifact, lambda data: data["files"].update({name: {"size": 1, "sha256": "0"}}))
+    assert "cannot be read: File name too long" in text
 
 
 def test_a_value_that_a_profile_refuses_is_a_manifest_error(artifact: Path) -> None:

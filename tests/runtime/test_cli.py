@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import specrt
-from copies import copy_artifact
+from copies import copy_artifact, refresh
 from specrt import cli_options
 from specrt.cli import main
 from specrt.requests import Options
@@ -95,7 +96,7 @@ def test_generate_prints_the_text_to_stdout_and_one_line_of_statistics_to_stderr
     wanted = expected(tiny_artifact, message("the fox"), max_tokens=20)
     assert result.stdout.decode() == wanted.text + "\n"
     (line,) = result.stderr.decode().splitlines()
-    assert line.startswith("20 tokens in ")
+    assert line.startswith("finished: length | 20 tokens in ")
     assert "block efficiency" in line
 
 
@@ -134,6 +135,36 @@ def test_a_system_message_comes_first(tiny_artifact: Path) -> None:
     data = generate_json(tiny_artifact, "the fox", "--system", "Be brief.", "--max-tokens", 12)
     messages = [{"role": "system", "content": "Be brief."}, *message("the fox")]
     assert data["token_ids"] == list(expected(tiny_artifact, messages, max_tokens=12).token_ids)
+
+
+def test_variables_reach_the_chat_template(tiny_artifact: Path, tmp_path: Path) -> None:
+    folder = copy_artifact(tiny_artifact, tmp_path / "copy")
+    template = folder / "chat_template.jinja"
+    template.write_text("{% if brief %}the fox{% endif %}" + template.read_text("utf-8"), "utf-8")
+    refresh(folder)
+    words = ("--max-tokens", 4, "--chat-template-kwargs")
+    plain, brief = (generate_json(folder, "x", *words, f'{{"brief": {flag}}}') for flag in ("false", "true"))
+    added = brief["stats"]["num_prompt_tokens"] - plain["stats"]["num_prompt_tokens"]
+    assert added == len(specrt.load(folder).tokenizer.encode("the fox"))
+
+
+def test_a_character_that_the_console_lacks_does_not_end_the_text(tiny_artifact: Path) -> None:
+    words = [SPECRT, "generate", str(tiny_artifact), "the fox", "--raw", "--max-tokens", "200"]
+    outs = [
+        subprocess.run(words, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=True).stdout
+        for encoding in ("utf-8", "cp1252")
+    ]
+    assert not outs[0].isascii(), "the text has nothing to lose"
+    assert outs[1] == outs[0].decode().encode("cp1252", "replace")
+
+
+def test_a_conversation_that_is_full_can_be_reset(tiny_artifact: Path) -> None:
+    lines = ["the fox", "word " * 200, "/reset", "the fox"]
+    result = process("chat", tiny_artifact, "--max-tokens", 6, stdin="\n".join(lines).encode())
+    answer = expected(tiny_artifact, message("the fox"), max_tokens=6).text
+    assert result.stdout.decode() == f"{answer}\n" * 2
+    assert "the capacity is 128: shorten it" in result.stderr.decode()
+    assert "/reset starts over" in result.stderr.decode()
 
 
 def generate_json(artifact: Path, *arguments: object, stdin: str | bytes | None = "") -> dict[str, Any]:

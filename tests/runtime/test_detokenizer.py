@@ -38,7 +38,7 @@ def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = 
 
 @pytest.fixture
 def tokenizer(tiny_artifact: Path) -> Tokenizer:
-    return Tokenizer(tiny_artifact, read_manifest(tiny_artifact).vocabulary)
+    return Tokenizer(tiny_artifact, read_manifest(tiny_artifact).vocabulary, has_template=True)
 
 
 def sentencepiece(folder: Path, decoder: Sequence[decoders.Decoder]) -> Tokenizer:
@@ -52,7 +52,7 @@ def sentencepiece(folder: Path, decoder: Sequence[decoders.Decoder]) -> Tokenize
     backend.decoder = decoders.Sequence(list(decoder))
     backend.add_special_tokens(["<s>"])
     backend.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder, NO_SPECIAL)
+    return Tokenizer(folder, NO_SPECIAL, has_template=False)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -137,7 +137,7 @@ def test_the_space_after_a_prompt_is_kept(tmp_path: Path, decoder: Sequence[deco
 
 
 @pytest.mark.parametrize("decoder", [LLAMA, METASPACE], ids=["llama", "metaspace"])
-@pytest.mark.parametrize("text", ["the fox 你好 the 🙂🙂 fox.", "é the", "fox 🙂", "  the"])
+@pytest.mark.parametrize("text", ["the fox 你好 the 🙂🙂 fox.", "é the", "fox 🙂", "  the", "the 🙂🙂🙂你🙂 fox"])
 def test_characters_in_byte_tokens_come_out_whole(
     tmp_path: Path, decoder: Sequence[decoders.Decoder], text: str
 ) -> None:

@@ -73,5 +73,5 @@ def test_the_embedding_example_runs(
     (tmp_path / "artifacts" / "smollm2").symlink_to(tiny_artifact)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    exec(compile(example, "README.md", "exec"), {"specrt": specrt})  # noqa: S102
+    exec(compile(example, "README.md", "exec"), {"specrt": specrt})
     assert "tokens/s" in capsys.readouterr().out

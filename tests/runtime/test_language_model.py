@@ -542,3 +542,60 @@ def test_an_artifact_without_one_of_its_files_is_refused_by_the_files_name(
 def test_a_path_may_be_a_text(tiny_artifact: Path, machine_cache: Path) -> None:
     with specrt.load(str(tiny_artifact), cache_dir=machine_cache, threads=1) as model:
         assert works(model)
+
+
+def test_defaults_that_no_request_could_have_are_the_artifacts_fault(
+    tiny_artifact: Path, machine_cache: Path, tmp_path: Path
+) -> None:
+    folder = copy_artifact(tiny_artifact, tmp_path / "copy")
+    edit_generation(folder, temperature=-1.0)
+    with pytest.raises(ManifestError, match=r"generation\.json: temperature: expected 0 \(greedy\) or more, found -1"):
+        load(folder, machine_cache)
+
+
+def test_a_template_that_the_manifest_does_not_list_is_not_used(
+    tiny_artifact: Path, machine_cache: Path, tmp_path: Path
+) -> None:
+    folder = copy_artifact(tiny_artifact, tmp_path / "copy", lambda data: data["files"].pop("chat_template.jinja"))
+    with load(folder, machine_cache) as model:
+        assert not model.tokenizer.has_chat_template
+
+
+def test_a_cache_folder_may_be_a_text(tiny_artifact: Path, tmp_path: Path) -> None:
+    with specrt.load(tiny_artifact, cache_dir=str(tmp_path), threads=1) as model:
+        assert works(model)
+
+
+def test_a_stream_closed_from_many_threads_frees_the_model_once(tiny_artifact: Path, machine_cache: Path) -> None:
+    with load(tiny_artifact, machine_cache) as model:
+        freed: list[int] = []
+        for turn in range(200):
+            stream = model.stream(PROMPT, max_tokens=4)
+            next(stream)
+            release = stream._release[0]
+            stream._release[0] = lambda release=release, turn=turn: (freed.append(turn), release())  # type: ignore[misc]
+            errors = close_at_once(stream, threads=4)
+            assert not [error for error in errors if not isinstance(error, BusyError)]
+            stream.close()
+        assert freed == list(range(200))
+        assert works(model)
+
+
+def close_at_once(stream: specrt.Stream, *, threads: int) -> list[BaseException]:
+    """Close a stream from several threads at the same time; return what they raised."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(threads)
+
+    def close() -> None:
+        start.wait()
+        try:
+            stream.close()
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=close) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return errors

@@ -314,6 +314,18 @@ def test_statistics_add_up(k: int) -> None:
         assert stats.num_steps + 1 == len(loop._target.widths_used)  # type: ignore[attr-defined]
 
 
+def test_what_the_drafter_does_with_the_prompt_is_draft_time() -> None:
+    seconds = [0.0]
+
+    class Reader(ListDrafter):
+        def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
+            seconds[0] += 100.0
+            super().start(tokens, sampler)
+
+    _, loop, _ = run(ToyEngine(V), Reader(good), k=3, max_tokens=5, clock=lambda: seconds[0])
+    assert (loop.stats.prefill_s, loop.stats.draft_s, loop.stats.decode_s) == (0.0, 100.0, 100.0)
+
+
 def test_log_probabilities_do_not_depend_on_speculation() -> None:
     params: dict[str, Any] = {"max_tokens": 20, "logprobs": 2, "temperature": 0.7, "seed": 3}
     plain = [token.logprob for token in run(ToyEngine(V), **params)[2]]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specrt import requests
 from specrt.errors import RequestError, TextError
 from specrt.requests import Options, check_options, prompt_ids, resolve_sampling, resolve_speculation
 from specrt.sampling import SamplingParams
@@ -22,7 +23,7 @@ V = 384
 
 @pytest.fixture
 def tokenizer(tiny_artifact: Path) -> Tokenizer:
-    return Tokenizer(tiny_artifact, read_manifest(tiny_artifact).vocabulary)
+    return Tokenizer(tiny_artifact, read_manifest(tiny_artifact).vocabulary, has_template=True)
 
 
 @pytest.fixture
@@ -42,17 +43,31 @@ def speculation(options: Mapping[str, Any], *, default_k: int = 3, max_k: int = 
 
 
 def test_the_options_are_the_parameters_and_how_to_draft() -> None:
-    how = {"drafter", "k", "prompt_lookup_max", "prompt_lookup_min"}
+    how = {"drafter", "k", "prompt_lookup_max", "prompt_lookup_min", "chat_template_kwargs"}
     assert set(Options.__annotations__) == set(SamplingParams.__dataclass_fields__) | how
 
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("temprature", "temperature"), ("top-p", "top_p"), ("max_new_tokens", "max_tokens"), ("stops", "stop")],
+    [("temprature", "temperature"), ("top-p", "top_p"), ("stops", "stop")],
 )
 def test_an_unknown_option_lists_near_names(name: str, near: str) -> None:
     with pytest.raises(RequestError, match=f"unknown option '{name}'.*did you mean.*{near}"):
         check_options({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("num_speculative_tokens", "k"), ("max_new_tokens", "max_tokens"), ("tools", "chat_template_kwargs")],
+)
+def test_the_name_of_other_libraries_leads_to_ours(theirs: str, ours: str) -> None:
+    with pytest.raises(RequestError, match=rf"^unknown option '{theirs}' \(here: {ours}\)$"):
+        check_options({theirs: 1})
+
+
+def test_every_name_of_other_libraries_leads_to_an_option() -> None:
+    assert set(requests._ELSEWHERE.values()) <= set(Options.__annotations__)
+    assert not set(requests._ELSEWHERE) & set(Options.__annotations__)
 
 
 def test_an_option_like_no_other_lists_all_names() -> None:

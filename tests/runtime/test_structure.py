@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -110,17 +111,25 @@ def test_the_command_line_brings_in_nothing_heavy_but_click() -> None:
 
 def test_the_public_names() -> None:
     assert specrt.__all__ == [
+        "BusyError",
+        "EngineError",
         "LanguageModel",
+        "ManifestError",
+        "MissingExtraError",
+        "RequestError",
         "Result",
         "SamplingParams",
         "SpecRTError",
         "Statistics",
         "Stream",
+        "TextError",
         "Token",
         "TokenLogprob",
         "load",
     ]
     assert all(hasattr(specrt, name) for name in specrt.__all__)
+    assert specrt.__version__ == version("specrt")
+    assert not hasattr(specrt, "anything")
 
 
 def public(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:

@@ -86,14 +86,14 @@ def with_template(tiny_artifact: Path, tmp_path: Path) -> MakeTokenizer:
         shutil.copy(tiny_artifact / "tokenizer.json", tmp_path)
         if template is not None:
             (tmp_path / "chat_template.jinja").write_text(template, "utf-8")
-        return Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary)
+        return Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary, has_template=template is not None)
 
     return make
 
 
 @pytest.fixture
 def tokenizer(tiny_artifact: Path) -> Tokenizer:
-    return Tokenizer(tiny_artifact, read_manifest(tiny_artifact).vocabulary)
+    return Tokenizer(tiny_artifact, read_manifest(tiny_artifact).vocabulary, has_template=True)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_special_tokens_are_added_unless_told_otherwise(tiny_artifact: Path, tmp
     backend = Backend.from_file(str(tiny_artifact / "tokenizer.json"))
     backend.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary)
+    tokenizer = Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary, has_template=False)
     assert tokenizer.encode("the") == [1, *tokenizer.encode("the", add_special_tokens=False)]
 
 
@@ -133,7 +133,10 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tiny_artifact: Path, tm
     backend.enable_truncation(2)
     backend.enable_padding(length=512)
     backend.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary).encode("the quick brown fox") == ids
+    assert (
+        Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary, has_template=False).encode("the quick brown fox")
+        == ids
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"version": "1.0"}', "\x00"])
@@ -141,7 +144,7 @@ def test_an_unreadable_tokenizer_is_named(tiny_artifact: Path, tmp_path: Path, c
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TextError, match=r"tokenizer\.json: not a readable tokenizer"):
-        Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary)
+        Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary, has_template=False)
 
 
 def test_half_a_surrogate_pair_is_refused_and_placed(tokenizer: Tokenizer) -> None:
@@ -152,7 +155,7 @@ def test_half_a_surrogate_pair_is_refused_and_placed(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize("prompt", [True, False])
 def test_the_own_template_renders_like_transformers(tokenizer: Tokenizer, theirs: Any, prompt: bool) -> None:
     expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
-    text = tokenizer.render(CHAT, add_generation_prompt=prompt)
+    text = tokenizer.render(CHAT, {"add_generation_prompt": prompt})
     assert text == expected
     ids = theirs.apply_chat_template(CHAT, add_generation_prompt=prompt, return_dict=False)
     assert tokenizer.encode(text, add_special_tokens=False) == ids
@@ -163,7 +166,7 @@ def test_the_own_template_renders_like_transformers(tokenizer: Tokenizer, theirs
 def test_templates_render_like_transformers(with_template: MakeTokenizer, theirs: Any, name: str, prompt: bool) -> None:
     template = TEMPLATES[name]
     expected = theirs.apply_chat_template(CHAT, chat_template=template, tokenize=False, add_generation_prompt=prompt)
-    assert with_template(template).render(CHAT, add_generation_prompt=prompt) == expected
+    assert with_template(template).render(CHAT, {"add_generation_prompt": prompt}) == expected
 
 
 @pytest.mark.parametrize("template", ESCAPES)
@@ -210,6 +213,25 @@ def test_a_failing_template_is_one_line(with_template: MakeTokenizer, template: 
 def test_the_words_of_a_template_that_refuses_are_kept(tokenizer: Tokenizer) -> None:
     with pytest.raises(TextError, match="refuses the messages: unknown role wizard"):
         tokenizer.render([{"role": "wizard", "content": "x"}])
+
+
+def test_variables_reach_the_template_and_messages_stay_ours(with_template: MakeTokenizer) -> None:
+    tokenizer = with_template("{{ tools }} {{ add_generation_prompt }} {{ messages | length }} {{ thinking }}")
+    variables = {"tools": "T", "thinking": False, "add_generation_prompt": False, "messages": []}
+    assert tokenizer.render(CHAT, variables) == f"T False {len(CHAT)} False"
+    assert tokenizer.render(CHAT) == f"None True {len(CHAT)} "
+
+
+def test_a_template_that_is_no_text_is_named(tiny_artifact: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_artifact / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TextError, match=r"chat_template\.jinja: not readable as UTF-8"):
+        Tokenizer(tmp_path, read_manifest(tiny_artifact).vocabulary, has_template=True)
+
+
+def test_a_template_that_fills_the_memory_is_refused(with_template: MakeTokenizer) -> None:
+    with pytest.raises(TextError, match="the chat template fails on the messages"):
+        with_template("{{ 'a' * 10 ** 18 }}").render(CHAT)
 
 
 def test_messages_without_a_template_are_refused(with_template: MakeTokenizer) -> None:

@@ -7,6 +7,7 @@ from specrt.errors import RequestError
 from specrt.sampling import Sampler
 
 DEFAULT_MAX, DEFAULT_MIN = 4, 1
+LONGEST = 32  # every length takes an entry per token and a lookup per step; longer matches say no more
 
 
 class NgramDrafter:
@@ -49,10 +50,11 @@ class NgramDrafter:
 
 
 def check_sizes(*, max_ngram: int, min_ngram: int) -> None:
-    """Raise `RequestError` unless 1 <= min_ngram <= max_ngram."""
-    if not 1 <= min_ngram <= max_ngram:
+    """Raise `RequestError` unless 1 <= min_ngram <= max_ngram <= 32."""
+    if not 1 <= min_ngram <= max_ngram <= LONGEST:
         raise RequestError(
-            f"prompt_lookup_min, prompt_lookup_max: expected 1 <= min <= max, found {min_ngram} and {max_ngram}"
+            f"prompt_lookup_min, prompt_lookup_max: expected 1 <= min <= max <= {LONGEST}, "
+            f"found {min_ngram} and {max_ngram}"
         )
 
 
