@@ -3,7 +3,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARTIFACT ?= artifacts/smollm2-135m
-OUT ?= artifacts/$(basename $(notdir $(MODEL)))
+OUT ?= artifacts/$(patsubst %.gguf,%,$(notdir $(MODEL:/=)))
 PROMPT ?= Summarise in one sentence: The library will be closed on Monday and Tuesday because the heating has to be repaired. \
   Books that are due on these days can be returned on Wednesday without a fine.
 READY := $(VENV)/.specrt-ready

@@ -70,6 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granite": ("GraniteConfig", _GROUPED),
     "starcoder2": ("Starcoder2Config", {**_GROUPED, "sliding_window": None}),
     "opt": ("OPTConfig", _OPT),
+    "hunyuan": ("HunYuanDenseV1Config", _LLAMA),
 }
 
 
@@ -129,7 +130,7 @@ def make_shell(folder: Path, config: object, *, weights: bool = True) -> Path:
     return folder
 
 
-def make_gguf(path: Path, *, seed: int = 0) -> Path:
+def make_gguf(path: Path, *, seed: int = 0, pre: str = "default") -> Path:
     """Save a random-weight Llama with its tokenizer and chat template as one GGUF file."""
     from gguf import GGUFWriter
 
@@ -145,7 +146,7 @@ def make_gguf(path: Path, *, seed: int = 0) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(16)
     writer.add_rope_freq_base(10000.0)
-    num_tokens = _add_gguf_tokenizer(writer, path.parent / "tokenizer")
+    num_tokens = _add_gguf_tokenizer(writer, path.parent / "tokenizer", pre)
     rng = np.random.default_rng(seed)
     matrices = {"token_embd": (num_tokens, 64), "output": (num_tokens, 64), "blk.0.attn_q": (64, 64)}
     matrices |= {"blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64), "blk.0.attn_output": (64, 64)}
@@ -161,7 +162,7 @@ def make_gguf(path: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def _add_gguf_tokenizer(writer: object, folder: Path) -> int:
+def _add_gguf_tokenizer(writer: object, folder: Path, pre: str) -> int:
     from gguf import GGUFWriter, TokenType
 
     assert isinstance(writer, GGUFWriter)
@@ -172,7 +173,7 @@ def _add_gguf_tokenizer(writer: object, folder: Path) -> int:
     tokens = sorted(ids, key=ids.__getitem__)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token in added else TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in data["model"]["merges"]])

@@ -13,10 +13,13 @@ from typing import Any
 
 from specrt_export import support
 from specrt_export.checkpoint import resolve
+from specrt_export.decoder import trace
+from specrt_export.dialect_ort import OrtDialect
 from specrt_export.engine import EngineRequest, build_engine
 from specrt_export.errors import ExportError
 from specrt_export.estimate import estimate, show_bytes
 from specrt_export.generation import generation_defaults
+from specrt_export.parity import most_rows
 from specrt_export.progress import Progress
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
 from specrt_profiles.generation import write_generation
@@ -63,10 +66,9 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     Everything that can be refused is refused before work is done. The artifact appears at `request.out` when it is
     complete and checked; until then there is only a hidden sibling, which any failure removes.
     """
-    if request.out.exists() and not request.overwrite:
-        raise ExportError(f"{request.out} exists: choose another folder, or replace it with --overwrite")
     if (request.model is None) == (request.add_to is None):
         raise ExportError("expected either a MODEL to export or --add-to DIR with a --draft")
+    _check_output(request)
     base = None if request.add_to is None else _read_base(request.add_to)
     profile = (
         request.profile if base is None else replace(base.profile, draft_precision=request.profile.draft_precision)
@@ -80,7 +82,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
         known = _tokens_in(request.add_to, base) if target is None else tokens_of(tokenizer)[: target.dims.vocab_size]
         check_draft_vocabulary(known, tokens_of(load_tokenizer(draft.checkpoint)), draft_rows=draft.dims.vocab_size)
     _check_disk(request.out, [engine for engine in (target, draft) if engine is not None])
-    with _staging(request.out, overwrite=request.overwrite) as folder:
+    with _staging(request.out) as folder:
         if target is not None:
             manifest = _build_target(target, tokenizer, folder, progress)
         else:
@@ -105,30 +107,34 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
     if name == "draft" and longest is not None:
         profile = replace(profile, capacity=min(profile.capacity, longest))
     dims = support.check_supported(checkpoint, config, profile)
-    sizes = estimate(checkpoint, dims, profile, tied=bool(getattr(config, "tie_word_embeddings", True)))
+    window = support.narrow_window(config, profile)
+    tied = bool(getattr(config, "tie_word_embeddings", True))
+    sizes = estimate(checkpoint, dims, profile, tied=tied, num_rows=most_rows(profile, window=window))
     progress.say(
         f"{name}: {checkpoint.name}, {checkpoint.num_parameters / 1e6:.1f} M parameters at {profile.precision}: "
         f"weights about {show_bytes(sizes.artifact)} on disk, KV buffers {show_bytes(sizes.kv)} for {profile.capacity} "
         f"tokens, peak memory of this export about {show_bytes(sizes.peak_memory)}"
     )
-    window = support.narrow_window(config, profile)
+    with progress.step(f"{name}: trace the graph"):
+        traced = trace(config, dims, profile, OrtDialect(profile))
     return EngineRequest(
-        name=name, checkpoint=checkpoint, dims=dims, profile=profile, window=window, num_bytes=sizes.artifact
-    )
+        name=name, checkpoint=checkpoint, dims=dims, traced=traced, profile=profile, window=window,
+        num_bytes=sizes.artifact,
+    )  # fmt: skip
 
 
 def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress: Progress) -> Manifest:
     with progress.step("tokenizer: save and compare with the source"):
         save_tokenizer(tokenizer, folder)
     built = build_engine(target, tokenizer, folder, progress)
-    defaults, ignored = generation_defaults(built.generation_config)
+    defaults, ignored = generation_defaults(built.generation_config, vocab_size=target.dims.vocab_size)
     if ignored:
         progress.say(f"    left out of the model's generation config: {', '.join(ignored)}")
     write_generation(folder, defaults)
     _write_documents(target, folder, prefix="")
     return Manifest(
         profile=target.profile,
-        vocabulary=vocabulary_of(tokenizer, built.generation_config),
+        vocabulary=vocabulary_of(tokenizer, built.generation_config, num_rows=target.dims.vocab_size),
         engines={"target": built.spec},
         drafters={"ngram": DrafterSpec(kind="ngram")},
         default_drafter="ngram",
@@ -193,6 +199,21 @@ def _list_files(folder: Path, manifest: Manifest) -> dict[str, FileEntry]:
     }
 
 
+def _check_output(request: ExportRequest) -> None:
+    """Refuse an output that exists, unless it is an artifact to replace, and one that cannot be written."""
+    out = request.out
+    if os.path.lexists(out):
+        if not request.overwrite:
+            raise ExportError(f"{out} exists: choose another folder, or replace it with --overwrite")
+        if not (out / MANIFEST_FILE).is_file() or out.is_symlink():
+            raise ExportError(f"{out} exists and is no artifact: --overwrite replaces artifacts only")
+        if Path.cwd().is_relative_to(out.resolve()):
+            raise ExportError(f"{out}: the working directory is in it: run this from elsewhere")
+    parent = next(path for path in out.absolute().parents if path.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        raise ExportError(f"{out}: {parent} is not a folder that can be written to")
+
+
 def _check_disk(out: Path, engines: list[EngineRequest]) -> None:
     needed = sum(engine.num_bytes for engine in engines)
     parent = next(path for path in out.resolve().parents if path.exists())
@@ -204,22 +225,21 @@ def _check_disk(out: Path, engines: list[EngineRequest]) -> None:
 
 
 @contextlib.contextmanager
-def _staging(out: Path, *, overwrite: bool) -> Iterator[Path]:
+def _staging(out: Path) -> Iterator[Path]:
     """Yield a hidden sibling of `out` that becomes `out` when the block succeeds and vanishes when it does not."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     folder = _hidden_sibling(out)
     try:
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, parents=True)
         yield folder
         folder.chmod(0o755)
-        if overwrite and out.exists():
+        if out.exists():
             _replace(out, folder)
         else:
             folder.rename(out)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ExportError(f"{out}: the disk is full: free some space and export again") from None
-        raise
+        raise ExportError(f"{out}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ from specrt_export.catalogue import catalogue, fetch
 from specrt_export.errors import CheckpointError, UnsupportedModelError
 from specrt_profiles.codec import nearest
 
+_TRAVELLING = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "README*", "USE_POLICY*")
 _HUB_FILES = [
     "*.safetensors",
     "*.safetensors.index.json",
     "*.json",
     "*.jinja",
     "*.model",
-    "LICEN[CS]E*",
-    "NOTICE*",
-    "README.md",
+    "merges.txt",
+    "vocab.txt",
+    *_TRAVELLING,
+    *(pattern.title() for pattern in _TRAVELLING),
+    *(pattern.lower() for pattern in _TRAVELLING),
 ]
-_HUB_SKIP = ["original/*", "onnx/*", "*.onnx*"]
-_TRAVELLING = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "README*")
+_HUB_SKIP = ["original/*", "onnx/*", "*.onnx*", "consolidated*"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,7 @@ def _directory(name: str, folder: Path, *, source: str, revision: str | None) ->
         )
     if "quantization_config" in config:
         raise UnsupportedModelError(f"{name}: already quantised: export the original weights with --precision")
-    shards = sorted(folder.glob("*.safetensors"))
+    shards = _shards(folder)
     if not shards:
         raise CheckpointError(
             f"{folder}: expected *.safetensors weights, found none (pickles are not read: convert them to safetensors)"
@@ -96,16 +99,27 @@ def _directory(name: str, folder: Path, *, source: str, revision: str | None) ->
         _read_json(folder / "generation_config.json")  # transformers would go on without it
     sizes = [_safetensors_sizes(shard) for shard in shards]
     documents = {
-        p.name: p.read_text("utf-8", "replace")
-        for pattern in _TRAVELLING
-        for p in sorted(folder.glob(pattern))
-        if p.is_file()
+        path.name: path.read_text("utf-8", "replace")
+        for path in sorted(folder.iterdir())
+        if path.is_file() and any(fnmatch(path.name.upper(), pattern) for pattern in _TRAVELLING)
     }
     return Checkpoint(
         name=name, source=source, directory=folder, gguf_file=None, revision=revision,
         licence=_licence_of_card(documents.get("README.md", "")), documents=documents,
         num_parameters=sum(s[0] for s in sizes), weight_bytes=sum(s[1] for s in sizes),
     )  # fmt: skip
+
+
+def _shards(folder: Path) -> list[Path]:
+    """Return the weight files that transformers reads: those of its index, else the one of its own name, else all."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = _read_json(index).get("weight_map")
+        if not isinstance(named, dict):
+            raise CheckpointError(f"{index}: expected a 'weight_map', found {sorted(_read_json(index))[:5]}")
+        return [folder / name for name in sorted(set(map(str, named.values())))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _gguf(name: str, path: Path, *, source: str) -> Checkpoint:

@@ -29,15 +29,9 @@ Examples:
   specrt export --add-to artifacts/smollm2 --draft ./my-draft -o artifacts/smollm2-drafted""")  # fmt: skip
 @click.argument("model", required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
+@click.option("--draft", metavar="MODEL|ngram|none", help="The artifact's default drafter.  [default: ngram]")
 @click.option(
-    "--draft", default="ngram", show_default=True, metavar="MODEL|ngram|none", help="The artifact's default drafter."
-)
-@click.option(
-    "--profile",
-    default="cpu",
-    show_default=True,
-    metavar="NAME|FILE",
-    help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.",
+    "--profile", metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.  [default: cpu]"
 )
 @click.option(
     "--precision", type=click.Choice(["fp32", "int8", "int4"]), help="Weights of the target.  [default: the profile's]"
@@ -59,8 +53,9 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def export_command(
-    model: str | None, out: Path, draft: str, profile: str, precision: str | None, draft_precision: str | None,
-    capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool,
+    model: str | None, out: Path, draft: str | None, profile: str | None, precision: str | None,
+    draft_precision: str | None, capacity: int | None, revision: str | None, add_to: Path | None,
+    cache_dir: Path, overwrite: bool,
 ) -> None:  # fmt: skip
     """Turn MODEL into an artifact.
 
@@ -69,13 +64,20 @@ def export_command(
     """
     require("export", *_EXTRA)
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars; ours says what they would
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,):
+        signal.signal(number, _interrupt)
     from specrt_export.artifact import ExportRequest, export
     from specrt_export.progress import Progress
 
-    chosen = load_profile(profile, precision=precision, draft_precision=draft_precision, capacity=capacity)
+    if add_to is not None:
+        fixed = {"--profile": profile, "--precision": precision, "--capacity": capacity, "--revision": revision}
+        if given := [name for name, value in fixed.items() if value is not None]:
+            raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
+        if draft is None:
+            raise click.UsageError("--add-to needs a --draft: a model, ngram or none")
+    chosen = load_profile(profile or "cpu", precision=precision, draft_precision=draft_precision, capacity=capacity)
     request = ExportRequest(
-        model=model, draft=draft, profile=chosen, out=out, cache_dir=cache_dir,
+        model=model, draft=draft or "ngram", profile=chosen, out=out, cache_dir=cache_dir,
         revision=revision, add_to=add_to, overwrite=overwrite,
     )  # fmt: skip
     _quiet_transformers()
@@ -118,5 +120,5 @@ def _quiet_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-    sys.exit(143)  # unwinds, so that the half-written folder is removed
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)  # unwinds, so that the half-written folder is removed

@@ -1,12 +1,13 @@
 """Trace a transformers decoder with its attention and cache replaced by the dialect's operators.
 
-The model's own code runs unchanged but for four things, which are put back afterwards: attention comes from the
-dialect, the cache hands keys and values through (the attention operator stores them), rotary embeddings are read from
-tables, and the output matrix sees only the rows that are asked for. Weights are placeholders while tracing, so
-that a model of any precision is traced in fp32 without a second copy of it.
+The model's own code runs unchanged but for four things: attention comes from the dialect, the cache hands keys and
+values through (the attention operator stores them), rotary embeddings are read from tables, and the output matrix
+sees only the rows that are asked for. What is traced is a skeleton without weights, made from the configuration: what
+cannot be traced is known before any weight is read, and no second copy of the weights is ever needed.
 """
 
 import contextlib
+import copy
 import inspect
 import logging
 import sys
@@ -19,8 +20,9 @@ from typing import Any, Protocol
 import onnx_ir as ir
 import torch
 import torch.onnx
+from accelerate import init_empty_weights
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 from specrt_export.errors import ExportError, UnsupportedModelError
@@ -44,6 +46,7 @@ class Call:
     past: list[_Pair]
     present: dict[int, _Pair] = field(default_factory=dict)
     rotary: Rotary | None = None
+    rotated: _Pair | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,27 +69,44 @@ class Dialect(Protocol):
         ...
 
 
-def trace(
-    model: nn.Module, dims: DecoderDims, profile: Profile, dialect: Dialect
-) -> tuple[ir.Model, dict[str, torch.Tensor]]:
-    """Return the traced graph and the weights by initializer name.
+def trace(config: Any, dims: DecoderDims, profile: Profile, dialect: Dialect) -> ir.Model:
+    """Return the graph of the model that `config` describes.
 
-    The graph has the inputs and outputs of `specrt_profiles.tensors`; its initializers that are weights hold
-    placeholders. Raises `ExportError` with torch's reason when the model cannot be traced.
+    It has the inputs and outputs of `specrt_profiles.tensors`; its initializers that are weights or buffers of the
+    model hold placeholders under the names of `weights_of`. Raises `UnsupportedModelError` for a model whose
+    attention the dialect cannot do, `ExportError` with torch's reason when the model cannot be traced.
     """
+    try:
+        return _trace(config, dims, profile, dialect, fuse_rotation=True)
+    except _RotationIsNotLastError:  # then the model has to rotate by itself
+        return _trace(config, dims, profile, dialect, fuse_rotation=False)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters and floating-point buffers under all their names in a traced graph."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {f"decoder.{name}": tensor.data for name, tensor in named if tensor.is_floating_point()}
+
+
+class _RotationIsNotLastError(Exception):
+    """Something happens to query or key between rotation and attention."""
+
+
+def _trace(config: Any, dims: DecoderDims, profile: Profile, dialect: Dialect, *, fuse_rotation: bool) -> ir.Model:
     with contextlib.ExitStack() as stack:
-        weights = stack.enter_context(_placeholders(model))
+        model = _skeleton(config)
         wrapper = _Wrapper(model)
-        stack.enter_context(_replaced(model, wrapper, dims, profile, dialect))
         stack.enter_context(_quiet())
         try:
-            program = _export(wrapper, dims, profile)
+            stack.enter_context(_replaced(model, wrapper, dims, profile, dialect, fuse_rotation))
+            return _export(wrapper, dims, profile).model
         except Exception as error:
-            if isinstance(error.__cause__, UnsupportedModelError):
-                raise error.__cause__ from None
-            reason = str(error.__cause__ or error).strip().splitlines()[0][:200]
+            ours = (UnsupportedModelError, _RotationIsNotLastError)
+            for cause in (error, error.__cause__, error.__context__):  # torch wraps what is raised while it traces
+                if isinstance(cause, ours):
+                    raise cause from None
+            reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0][:200]
             raise ExportError(f"torch could not trace {type(model).__name__}: {reason}") from error
-    return program.model, {f"decoder.{name}": tensor for name, tensor in weights.items()}
 
 
 class _PassThrough(Cache):  # type: ignore[misc]
@@ -152,50 +172,39 @@ def _export(wrapper: nn.Module, dims: DecoderDims, profile: Profile) -> torch.on
     return program
 
 
-@contextlib.contextmanager
-def _placeholders(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Replace every weight by an fp32 zero stretched to its shape; yields the real ones under all their names."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    real = {name: parameter.data for name, parameter in named.items()}
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    halves = {name: buffer.data for name, buffer in buffers.items()}
-    for parameter in set(named.values()):
-        parameter.data = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
-    for buffer in buffers.values():
-        buffer.data = buffer.data.float()
-    try:
-        yield real
-    finally:
-        for name, parameter in named.items():
-            parameter.data = real[name]
-        for name, buffer in buffers.items():
-            buffer.data = halves[name]
+def _skeleton(config: Any) -> nn.Module:
+    """Return the model in fp32, every weight a zero stretched to its shape."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
+    skeleton: nn.Module = model.eval()
+    return skeleton
 
 
 @contextlib.contextmanager
-def _replaced(model: Any, wrapper: _Wrapper, dims: DecoderDims, profile: Profile, dialect: Dialect) -> Iterator[None]:
-    """Swap attention, rotary modules and the output matrix's input, and put everything back at the end."""
-    implementation = model.config._attn_implementation
+def _replaced(
+    model: Any, wrapper: _Wrapper, dims: DecoderDims, profile: Profile, dialect: Dialect, fuse_rotation: bool
+) -> Iterator[None]:
+    """Swap attention, rotary modules and the output matrix's input; put back what belongs to transformers."""
     with contextlib.ExitStack() as stack:
-        tables = _swap_rotary(model, dims, profile, stack)
+        tables = _swap_rotary(model, dims, profile)
         for module in _modeling_modules(model):
             original = vars(module)[_ROTATE]
-            vars(module)[_ROTATE] = _rotation(original, tables, wrapper, dims)
+            vars(module)[_ROTATE] = _rotation(original, tables if fuse_rotation else [], wrapper, dims)
             stack.callback(vars(module).__setitem__, _ROTATE, original)
         AttentionInterface.register(_ATTENTION, _attention(wrapper, dialect))
         stack.callback(AttentionInterface._global_mapping.pop, _ATTENTION)
         model.set_attn_implementation(_ATTENTION)
-        stack.callback(model.set_attn_implementation, implementation)
-        hook = model.get_output_embeddings().register_forward_pre_hook(
+        model.get_output_embeddings().register_forward_pre_hook(
             lambda _, inputs: (torch.index_select(inputs[0], 1, wrapper.rows_wanted()),)
         )
-        stack.callback(hook.remove)
         yield
 
 
-def _swap_rotary(
-    model: nn.Module, dims: DecoderDims, profile: Profile, stack: contextlib.ExitStack
-) -> list[RotaryTable]:
+def _swap_rotary(model: nn.Module, dims: DecoderDims, profile: Profile) -> list[RotaryTable]:
     apply = next((vars(m)[_ROTATE] for m in _modeling_modules(model)), None)
     tables: list[RotaryTable] = []
     for name, module in list(model.named_modules()):
@@ -204,7 +213,6 @@ def _swap_rotary(
         table = RotaryTable(module, apply, capacity=profile.capacity, slots=profile.slots, head_dim=dims.head_dim)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, table)
-        stack.callback(setattr, model.get_submodule(parent), leaf, module)
         tables.append(table)
     return tables
 
@@ -222,7 +230,7 @@ def _rotation(original: Any, tables: list[RotaryTable], wrapper: _Wrapper, dims:
             rotated: _Pair = original(query, key, cos, *args, **kwargs)
             return rotated
         assert wrapper.call is not None
-        wrapper.call.rotary = found  # the layer's attention, which comes next, rotates
+        wrapper.call.rotary, wrapper.call.rotated = found, (query, key)  # the layer's attention rotates
         return query, key
 
     return rotate
@@ -238,13 +246,17 @@ def _attention(wrapper: _Wrapper, dialect: Dialect) -> Any:
             raise UnsupportedModelError(
                 f"{type(module).__name__} cannot be exported: its attention sinks are not supported"
             )
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(f"{type(module).__name__} cannot be exported: its attention is not causal")
         call = wrapper.call
         assert call is not None
+        if call.rotated is not None and (query is not call.rotated[0] or key is not call.rotated[1]):
+            raise _RotationIsNotLastError
         options = AttentionOptions(
             scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             window=sliding_window, softcap=softcap, rotary=call.rotary,
         )  # fmt: skip
-        call.rotary = None
+        call.rotary = call.rotated = None
         return dialect.attention(call, module.layer_idx, (query, key, value), options), None
 
     return attention

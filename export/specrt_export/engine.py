@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specrt_export import graph, parity
 from specrt_export.checkpoint import Checkpoint
-from specrt_export.decoder import trace
-from specrt_export.dialect_ort import OrtDialect
+from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
 from specrt_export.progress import Progress
 from specrt_export.support import TASK
+from specrt_export.weights import Round
 from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo, Parity
 from specrt_profiles.profile import Profile
@@ -24,7 +25,7 @@ from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """What to build: `name` is `target` or `draft`, `profile.precision` is this engine's.
+    """What to build: `name` is `target` or `draft`, `profile.precision` is this engine's, `traced` its graph so far.
 
     `window` is the width of a sliding window narrower than the capacity, or None; `num_bytes` the estimated size.
     """
@@ -32,6 +33,7 @@ class EngineRequest:
     name: str
     checkpoint: Checkpoint
     dims: DecoderDims
+    traced: ir.Model
     profile: Profile
     window: int | None
     num_bytes: int
@@ -55,17 +57,23 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
     with progress.step(f"{name}: load {request.checkpoint.name}"):
         model = load_model(request.checkpoint)
     generation_config, architecture = model.generation_config, type(model).__name__
-    texts = parity.reference_tokens(tokenizer, profile, at_least=(request.window or 0) + 32)
+    texts = parity.reference_tokens(tokenizer, profile, window=request.window)
     _check_tokens(texts, request)
     reference = folder / f"{name}.reference.npz"
     with progress.step(f"{name}: reference logits from the source"):
         source = parity.source_logits(model, texts)
         write_reference(reference, texts, source)
     path = folder / f"{name}.onnx"
-    hashes = _write_graph(model, request, path, progress)
+    hashes, rounding = _write_graph(model, request, path, progress)
+    rounded = None
+    if rounding:
+        with progress.step(f"{name}: logits of the source with rounded weights"):
+            rounded = parity.source_logits(model, texts[:1], rounding)
     del model
     gc.collect()  # the session that checks parity may need the memory
     with progress.step(f"{name}: parity and row exactness"):
+        if rounded is not None:
+            _prove_structure(request, path, texts[:1], rounded)
         measured, exact = _prove(request, path, texts, source)
     progress.say(
         f"    max |diff| {measured.max_abs_diff:.2g}, mean KL {measured.mean_kl:.2g}, "
@@ -117,15 +125,34 @@ def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:
         )
 
 
-def _write_graph(model: Any, request: EngineRequest, path: Path, progress: Progress) -> dict[str, str]:
-    """Trace, fuse and write the graph with its weights; return the SHA-256 of each file."""
-    profile = request.profile
-    with progress.step(f"{request.name}: trace and fuse the graph"):
-        traced, weights = trace(model, request.dims, profile, OrtDialect(profile))
-        graph.finish(traced, weights, profile.precision)
+def _write_graph(
+    model: Any, request: EngineRequest, path: Path, progress: Progress
+) -> tuple[dict[str, str], dict[str, Round]]:
+    """Fuse and write the graph with its weights; return each file's SHA-256, and the rounding by parameter name."""
+    profile, traced = request.profile, request.traced
+    with progress.step(f"{request.name}: fuse the graph"):
+        rounding = graph.finish(traced, weights_of(model), profile.precision)
         graph.lint(traced.graph, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile))
     with progress.bar(f"{request.name}: write weights as {profile.precision}", graph.data_bytes(traced)) as advance:
-        return graph.save(traced, path, advance)
+        hashes = graph.save(traced, path, advance)
+    return hashes, {name.removeprefix("decoder."): function for name, function in rounding.items()}
+
+
+def _prove_structure(
+    request: EngineRequest, path: Path, texts: list[list[int]], rounded: list[NDArray[np.float32]]
+) -> None:
+    """Compare the graph, with products in fp32, with the source that computes with the same rounded weights."""
+    twin = path.with_name(f"{request.name}-fp32-arithmetic.onnx")
+    profile = request.profile
+    graph.save_in_fp32_arithmetic(request.traced, twin)
+    try:
+        runner = parity.GraphRunner(
+            twin, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile
+        )
+        measured = parity.compare(rounded, [parity.graph_logits(runner, ids, profile) for ids in texts])
+    finally:
+        twin.unlink()
+    parity.check(measured, "fp32", f"{request.checkpoint.name} with rounded weights")
 
 
 def _prove(

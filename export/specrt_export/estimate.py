@@ -21,15 +21,16 @@ class Estimate:
     peak_memory: int
 
 
-def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile, *, tied: bool) -> Estimate:
-    """Estimate one engine's export; `tied` if the output matrix is the embedding."""
+def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile, *, tied: bool, num_rows: int) -> Estimate:
+    """Estimate one engine's export; `tied` if the output matrix is the embedding, `num_rows` of logits compared."""
     tables = dims.vocab_size * dims.hidden_size * (1 if tied else 2)
     inner = max(0, checkpoint.num_parameters - tables)
     outer = _BYTES_PER_WEIGHT["int8" if profile.precision == "int4" else profile.precision]
     artifact = int(inner * _BYTES_PER_WEIGHT[profile.precision] + tables * outer)
     kv = dims.kv_bytes(profile.slots)
-    loading = checkpoint.weight_bytes + 3 * 4 * dims.vocab_size * dims.hidden_size
-    checking = int(artifact * _PACKED) + artifact + kv
+    logits = 4 * dims.vocab_size * num_rows
+    loading = checkpoint.weight_bytes + 3 * 4 * dims.vocab_size * dims.hidden_size + 2 * logits
+    checking = int(artifact * _PACKED) + artifact + kv + 3 * logits
     return Estimate(artifact=artifact, kv=kv, peak_memory=_LIBRARIES + max(loading, checking))
 
 

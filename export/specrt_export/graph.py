@@ -10,7 +10,7 @@ import torch
 from onnxscript.rewriter import onnx_fusions
 
 from specrt_export.errors import ExportError, UnsupportedModelError
-from specrt_export.weights import SAME_BYTES, attach_weights
+from specrt_export.weights import SAME_BYTES, Round, attach_weights
 from specrt_profiles.profile import Precision
 from specrt_profiles.tensors import TensorSpec
 
@@ -22,23 +22,32 @@ _INLINE_LIMIT = 256  # bytes; smaller constants stay in the graph file
 # it. Those in _ALONG_AXIS do so if they work along the last axis. The row-exactness test has the final word.
 _ALONG_AXIS = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "Softmax", "TopK"})
 _ROW_WISE = _ALONG_AXIS | {
-    "Abs", "Add", "And", "Cast", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
-    "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
+    "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
+    "Floor", "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
     "GreaterOrEqual", "GroupQueryAttention", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
     "MatMulNBits", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Range", "Reciprocal",
-    "Relu", "Reshape", "ScatterElements", "Shape", "Sigmoid", "Sign", "Sin", "Slice", "Softplus", "Split", "Sqrt",
-    "Squeeze", "Sub", "Swish", "Tanh", "Tile", "Transpose", "Unsqueeze", "Where",
+    "Relu", "Reshape", "Round", "ScatterElements", "Shape", "Sigmoid", "Sign", "Sin", "Slice", "Softplus", "Split",
+    "Sqrt", "Squeeze", "Sub", "Swish", "Tanh", "Tile", "Transpose", "Unsqueeze", "Where",
 }  # fmt: skip
 
 
-def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision) -> None:
-    """Attach the weights to a traced model and simplify it in place."""
-    attach_weights(model.graph, weights, precision)
+def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision) -> dict[str, Round]:
+    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised."""
+    rounding = attach_weights(model.graph, weights, precision)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
     _drop_idle_reshapes(model.graph)
     _remove_unused(model)
     model.opset_imports.setdefault("com.microsoft", 1)
+    return rounding
+
+
+def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
+    """Write a saved model once more, over the same weights file, with products that do not round activations."""
+    for node in model.graph:
+        if node.op_type == "MatMulNBits":
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
+    ir.save(model, path)
 
 
 def lint(graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:

@@ -2,10 +2,14 @@
 
 The source model's logits over a few texts are taken first (and kept as reference.npz, for `specrt check`), then the
 graph goes over the same tokens as a generation would: prefill, verify, rollback after rejected tokens, verify again.
+
+A quantised graph differs from its source by much more than a wrong one might. So its structure is proved by itself:
+with products in fp32 it has to agree, as closely as an fp32 graph, with the source computing with the same rounded
+weights.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from specrt_export.errors import ExportError
+from specrt_export.weights import Round
 from specrt_profiles.manifest import Parity
 from specrt_profiles.profile import Precision, Profile
 from specrt_profiles.tensors import TensorSpec
@@ -31,6 +36,7 @@ TEXTS = (
     "今天天气很好，我们去公园散步吧。 The word for 'park' is 公园 (gōngyuán). 🌳",
 )  # fmt: skip
 _LENGTH = 96  # tokens per text
+_BEYOND_WINDOW = 32  # tokens by which the first text is longer than a sliding window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +55,30 @@ BOUNDS: dict[Precision, Bounds] = {
 }
 
 
-def reference_tokens(tokenizer: Any, profile: Profile, *, at_least: int = 0) -> list[list[int]]:
-    """Return the token ids of the parity texts, none longer than the capacity; the first has `at_least` tokens."""
+def reference_tokens(tokenizer: Any, profile: Profile, *, window: int | None = None) -> list[list[int]]:
+    """Return the token ids of the parity texts, none longer than the capacity; the first is longer than `window`."""
     texts = [tokenizer.encode(text) for text in TEXTS]
-    longest = max(_LENGTH, at_least)
-    if at_least > _LENGTH:
-        texts[0] = (texts[0] * (1 + at_least // max(1, len(texts[0]))))[:longest]
+    longest = max(_LENGTH, 0 if window is None else window + _BEYOND_WINDOW)
+    if longest > _LENGTH:
+        texts[0] = (texts[0] * (1 + longest // max(1, len(texts[0]))))[:longest]
     return [ids[: min(longest, profile.capacity)] for ids in texts if len(ids) > 1]
 
 
-def source_logits(model: nn.Module, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-    """Return the source model's logits [n, V] per text, computed in fp32 whatever type its weights are stored in."""
+def most_rows(profile: Profile, *, window: int | None = None) -> int:
+    """Return how many rows of logits the parity texts have at most."""
+    first = _LENGTH if window is None else max(_LENGTH, min(window + _BEYOND_WINDOW, profile.capacity))
+    return first + (len(TEXTS) - 1) * _LENGTH
+
+
+def source_logits(
+    model: nn.Module, texts: Sequence[Sequence[int]], rounding: Mapping[str, Round] | None = None
+) -> list[NDArray[np.float32]]:
+    """Return the source model's logits [n, V] per text, computed in fp32 whatever type its weights are stored in.
+
+    rounding: what the graph does to weights, by parameter name; the model then computes with weights so rounded.
+    """
     rows = []
-    with torch.no_grad(), _upcast(model):
+    with torch.no_grad(), _upcast(model, rounding or {}):
         for ids in texts:
             out = model(input_ids=torch.tensor([ids]), use_cache=False)
             rows.append(out.logits[0].float().numpy())
@@ -131,6 +148,8 @@ def graph_logits(runner: GraphRunner, ids: Sequence[int], profile: Profile) -> N
 
 def compare(source: Sequence[NDArray[np.float32]], graph: Sequence[NDArray[np.float32]]) -> Parity:
     """Measure the distance between two sets of logits, row by row, in float64."""
+    if not all(np.isfinite(rows).all() for rows in graph):
+        raise ExportError("the graph gives logits that are not numbers")
     diffs, kls, same = [], [], []
     for theirs, ours in zip((r for t in source for r in t), (r for t in graph for r in t), strict=True):
         log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
@@ -167,15 +186,19 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 @contextlib.contextmanager
-def _upcast(model: nn.Module) -> Iterator[None]:
-    """Give every module its own weights in fp32 while it runs: one module's worth of extra memory."""
+def _upcast(model: nn.Module, rounding: Mapping[str, Round]) -> Iterator[None]:
+    """Give every module its own weights in fp32, rounded, while it runs: one module's worth of extra memory."""
     kept: dict[nn.Parameter, torch.Tensor] = {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    rounds = {named[name]: function for name, function in rounding.items()}
 
     def widen(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
-            if parameter.dtype != torch.float32:
+            if parameter.dtype != torch.float32 or parameter in rounds:
                 kept[parameter] = parameter.data
                 parameter.data = parameter.data.float()
+            if parameter in rounds:
+                parameter.data = torch.from_numpy(rounds[parameter](parameter.data.numpy()))
 
     def restore(module: nn.Module, *_: Any) -> None:
         for parameter in module.parameters(recurse=False):

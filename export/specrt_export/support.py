@@ -1,5 +1,6 @@
 """Which models can be exported: decided from the configuration, before any weight is read."""
 
+import re
 from dataclasses import astuple
 from typing import Any
 
@@ -10,6 +11,8 @@ from specrt_profiles.tensors import DecoderDims
 
 TASK = "text-generation"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_STATEFUL_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "lightning", "gated_delta_net"}
+_EXPERTS = re.compile(r"(moe_)?(num|n)_((local|routed)_)?experts")
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
@@ -36,9 +39,10 @@ def model_class(config: Any) -> Any:
         task = TasksManager.infer_task_from_model(cls) if cls is not None else None
     except ValueError:
         task = None
+    found = "an encoder-decoder model" if getattr(config, "is_encoder_decoder", False) else f"the task {task}"
     if task != TASK or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{names[0] or config.model_type}: expected a decoder-only text model, found the task {task}"
+            f"{names[0] or config.model_type}: expected a decoder-only text model, found {found}"
         )
     return cls
 
@@ -101,13 +105,26 @@ def _refuse(what: str, reason: str | None) -> None:
 
 
 def _wrong_kind(cls: Any, config: Any) -> str | None:
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if getattr(cls, "_is_stateful", False) or not layers <= _ATTENTION_LAYERS:
-        kinds = ", ".join(sorted(layers - _ATTENTION_LAYERS)) or "recurrent"
-        return f"its layers ({kinds}) keep state that cannot be rolled back"
+    others = set(getattr(config, "layer_types", None) or []) - _ATTENTION_LAYERS
+    kinds = ", ".join(sorted(others))
+    if getattr(cls, "_is_stateful", False) or others & _STATEFUL_LAYERS:
+        return f"its layers ({kinds or 'recurrent'}) keep state that cannot be rolled back"
+    if others:
+        return f"its layers ({kinds}) are neither full nor sliding attention"
+    if _has_experts(config.to_dict()):
+        return "it chooses experts per token (mixture of experts), which is not supported yet"
+    if getattr(config, "kv_lora_rank", None):
+        return "its attention keeps compressed keys and values (multi-head latent attention), not supported yet"
     if not getattr(cls, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced (no attention interface)"
     return None
+
+
+def _has_experts(config: dict[str, Any]) -> bool:
+    numbers = [value for key, value in config.items() if _EXPERTS.fullmatch(str(key)) and isinstance(value, int)]
+    return any(number > 1 for number in numbers) or any(
+        _has_experts(value) for value in config.values() if isinstance(value, dict)
+    )
 
 
 def _wrong_size(config: Any, dims: DecoderDims, profile: Profile) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specrt_export.checkpoint import Checkpoint
-from specrt_export.errors import CheckpointError, ExportError
+from specrt_export.errors import CheckpointError, ExportError, UnsupportedModelError
 from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, Vocabulary
 from specrt_profiles.vocabulary import fingerprint, tokens_by_id
 
@@ -13,8 +13,15 @@ _BATTERY = (
     "", " ", "  two  spaces ", "\n\n\tline\r\n", "Hello, world!", "it's 3.14159 or 1,000,000?",
     "def f(x):\n    return x ** 2  # squared\n", '{"key": [1, 2, null]}', "naïve café, Ångström, ﬁne",
     "你好，世界。日本語のテキスト 한국어",
+    "Steps:\n\n1. Mix\n  2. Bake 12 min",
     "🙂👩‍👩‍👧‍👦🇨🇭 and \u200bzero width", "مرحبا بالعالم", "\u0000\u0001 control", "a" * 70, "A\u0301 versus Á",
 )  # fmt: skip
+
+
+# Values of tokenizer.ggml.pre, as llama.cpp understands them (llama-vocab.cpp): GPT-2's pattern, and the same after
+# every digit has been set apart.
+_LIKE_GPT2 = {None, "default", "gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion"}
+_SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
@@ -30,7 +37,30 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
         raise CheckpointError(
             f"{checkpoint.name}: its tokenizer ({type(tokenizer).__name__}) has no tokenizer.json form"
         )
+    if checkpoint.gguf_file is not None:
+        _set_gguf_splits(tokenizer, checkpoint)
     return tokenizer
+
+
+def _set_gguf_splits(tokenizer: Any, checkpoint: Checkpoint) -> None:
+    """Split text into words as `tokenizer.ggml.pre` says, where transformers would fall back to GPT-2's way."""
+    from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    fields = GGUFReader(checkpoint.directory / str(checkpoint.gguf_file)).fields
+    model, kind = (fields[key].contents() if (key := f"tokenizer.ggml.{name}") in fields else None
+                   for name in ("model", "pre"))  # fmt: skip
+    if model != "gpt2" or kind in GGUF_PRE_TOKENIZER_SPLITS or kind in _LIKE_GPT2:
+        return
+    if kind not in _SINGLE_DIGITS:
+        raise UnsupportedModelError(
+            f"{checkpoint.name}: its tokenizer splits text in a way named {kind!r}, which is not known here: export "
+            "the model from its transformers directory"
+        )
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -68,8 +98,8 @@ def tokens_of(tokenizer: Any) -> list[str | None]:
     return tokens_by_id(tokenizer.get_vocab())
 
 
-def vocabulary_of(tokenizer: Any, generation_config: Any) -> Vocabulary:
-    """Describe the tokenizer for the manifest."""
+def vocabulary_of(tokenizer: Any, generation_config: Any, *, num_rows: int) -> Vocabulary:
+    """Describe the tokenizer for the manifest; end tokens that have none of the `num_rows` logits never come."""
     tokens = tokens_of(tokenizer)
     eos = generation_config.eos_token_id
     if eos is None:
@@ -79,6 +109,6 @@ def vocabulary_of(tokenizer: Any, generation_config: Any) -> Vocabulary:
     return Vocabulary(
         num_tokens=len(tokens),
         fingerprint=fingerprint(tokens),
-        eos_token_ids=tuple(ids),
+        eos_token_ids=tuple(token for token in ids if token < num_rows),
         special_tokens=named,
     )

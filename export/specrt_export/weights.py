@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from specrt_export.quantize import BLOCK, QuantizedMatrix, quantize
+from specrt_export.quantize import BLOCK, QuantizedMatrix, dequantize, quantize
 from specrt_profiles.profile import Precision
 
 SAME_BYTES = "specrt.same_bytes_as"
@@ -22,10 +22,15 @@ _MS = "com.microsoft"
 _EMBEDDING_BITS = 8  # embedding and output matrix: 4 bits cost more quality there than they save bytes
 
 
-def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision) -> None:
+Round = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+
+def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision) -> dict[str, Round]:
     """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
 
     Tensors that share storage become one initializer. Nothing is read or converted before the file is written.
+    Returns what happens to the values of each quantised tensor, by name: a function from the stored matrix to the
+    one that the graph computes with.
     """
     tensors = _merge_tied(graph, tensors)
     store = _Store(graph, tensors, precision)
@@ -38,6 +43,7 @@ def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision:
         value = graph.initializers[name]
         value.const_value = _lazy(name, tensor.shape, partial(_fp32, tensor))
         value.type = ir.TensorType(ir.DataType.FLOAT)
+    return store.rounding
 
 
 class _Store:
@@ -48,6 +54,7 @@ class _Store:
         self._tensors = tensors
         self._precision = precision
         self._blocks: dict[str, list[ir.Value]] = {}
+        self.rounding: dict[str, Round] = {}
         logits = graph.outputs[0].shape
         self._vocab_size = logits[-1] if logits is not None else None
 
@@ -104,6 +111,7 @@ class _Store:
     def _blocks_of(self, name: str, stored_transposed: bool, bits: int) -> list[ir.Value]:
         if name not in self._blocks:
             source = _LazyBlocks(self._tensors[name], stored_transposed, bits)
+            self.rounding[name] = partial(_rounded, stored_transposed=stored_transposed, bits=bits)
             shapes, kinds = source.shapes(), (ir.DataType.UINT8, ir.DataType.FLOAT, ir.DataType.UINT8)
             self._blocks[name] = [
                 self._initializer(f"{name}.{part}", kind, shapes[part], partial(source.take, part))
@@ -161,6 +169,12 @@ class _LazyBlocks:
     def _quantized(self) -> QuantizedMatrix:
         weight = _fp32(self._tensor)
         return quantize(weight if self._stored_transposed else np.ascontiguousarray(weight.T), bits=self._bits)
+
+
+def _rounded(weight: NDArray[np.float32], *, stored_transposed: bool, bits: int) -> NDArray[np.float32]:
+    matrix = weight if stored_transposed else np.ascontiguousarray(weight.T)
+    rounded = dequantize(quantize(matrix, bits=bits), bits=bits, columns=matrix.shape[1])
+    return rounded if stored_transposed else np.ascontiguousarray(rounded.T)
 
 
 def _merge_tied(graph: ir.Graph, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

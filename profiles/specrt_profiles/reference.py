@@ -60,9 +60,8 @@ def read_reference(path: Path) -> list[ReferenceText]:
 
 def _summarise(ids: NDArray[np.int64], rows: NDArray[np.float32]) -> ReferenceText:
     count = min(_TOP, rows.shape[1])
-    top_ids = np.sort(np.argpartition(rows, -count, axis=-1)[:, -count:], axis=-1)
-    wide = rows.astype(np.float64)
-    peak = wide.max(-1, keepdims=True)
+    top_ids = np.stack([np.sort(np.argpartition(row, -count)[-count:]) for row in rows])
+    sums = [_logsumexp(row.astype(np.float64)) for row in rows]  # one at a time: all of them may be gigabytes
     full_rows = np.unique(np.linspace(0, len(ids) - 1, _FULL_ROWS).astype(np.int64))
     return ReferenceText(
         ids=ids,
@@ -70,5 +69,10 @@ def _summarise(ids: NDArray[np.int64], rows: NDArray[np.float32]) -> ReferenceTe
         full=rows[full_rows],
         top_ids=top_ids.astype(np.int64),
         top=np.take_along_axis(rows, top_ids, -1),
-        logsumexp=(peak + np.log(np.exp(wide - peak).sum(-1, keepdims=True)))[:, 0],
+        logsumexp=np.array(sums),
     )
+
+
+def _logsumexp(row: NDArray[np.float64]) -> float:
+    peak = row.max()
+    return float(peak + np.log(np.exp(row - peak).sum()))

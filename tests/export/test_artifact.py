@@ -96,13 +96,37 @@ def test_an_existing_output_is_refused(tiny_source: Path, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("copied_engines")
 def test_an_existing_output_is_replaced_when_asked(tiny_source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
+    out = tiny.export_tiny(tiny_source, tmp_path / "out")
     (out / "notes.txt").write_text("old", "utf-8")
     tiny.export_tiny(tiny_source, out, overwrite=True)
     assert not (out / "notes.txt").exists()
     check_hashes(out, read_manifest(out))
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.usefixtures("no_work")
+def test_only_an_artifact_is_overwritten(tiny_source: Path, tmp_path: Path) -> None:
+    folder, file, link = tmp_path / "thesis", tmp_path / "file", tmp_path / "link"
+    folder.mkdir()
+    (folder / "chapter.tex").write_text("precious", "utf-8")
+    file.write_text("precious", "utf-8")
+    link.symlink_to(tmp_path / "nowhere")
+    for out in (folder, file, link, tiny_source):
+        before = contents(tmp_path), contents(tiny_source)
+        with pytest.raises(ExportError, match=f"{out.name} exists and is no artifact: --overwrite replaces artifacts"):
+            tiny.export_tiny(tiny_source, out, overwrite=True)
+        assert (contents(tmp_path), contents(tiny_source)) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("no_work")
+def test_an_output_that_cannot_be_written_is_refused_before_work(tiny_source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", "utf-8")
+    with pytest.raises(ExportError, match="file is not a folder that can be written to"):
+        tiny.export_tiny(tiny_source, tmp_path / "file" / "out")
 
 
 @pytest.mark.usefixtures("copied_engines")
@@ -131,7 +155,7 @@ def interrupt(error: BaseException) -> Callable[..., None]:
     [
         (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
         (OUT_OF_SPACE, ExportError, "out: the disk is full: free some space and export again"),
-        (OSError(errno.EIO, "Input/output error"), OSError, "Input/output error"),
+        (OSError(errno.EIO, "Input/output error"), ExportError, "out: cannot be written: .*Input/output error"),
         (SystemExit(143), SystemExit, "143"),
     ],
 )

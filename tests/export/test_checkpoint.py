@@ -63,7 +63,7 @@ def config(name: str, **settings: object) -> Any:
         (
             "T5Config",
             {"d_model": 32, "architectures": ["T5ForConditionalGeneration"]},
-            "T5ForConditionalGeneration: expected a decoder-only text model, found the task text2text-generation",
+            "T5ForConditionalGeneration: expected a decoder-only text model, found an encoder-decoder model",
         ),
         ("T5Config", {"d_model": 32}, "t5: expected a decoder-only text model"),
         ("BartConfig", {"architectures": ["BartForCausalLM"]}, "BartForCausalLM: expected a decoder-only text model"),
@@ -82,7 +82,13 @@ def config(name: str, **settings: object) -> Any:
         ),
         ("GPT2Config", {"n_embd": 64, "n_head": 4, "n_positions": 100}, "choose --capacity 100 or less"),
         ("LlamaConfig", {**SMALL, "num_hidden_layers": 0}, "expected positive sizes, found DecoderDims(num_layers=0"),
-        ("Llama4Config", {}, "its configuration has no single size"),
+        ("Llama4Config", {"text_config": {"num_local_experts": 1}}, "its configuration has no single size"),
+        ("Llama4TextConfig", {}, "its layers (chunked_attention) are neither full nor sliding attention"),
+        ("MixtralConfig", {}, "mixture of experts"),
+        ("Qwen3MoeConfig", {}, "mixture of experts"),
+        ("DbrxConfig", {}, "mixture of experts"),
+        ("MiniCPM3Config", {}, "multi-head latent attention"),
+        ("BertConfig", {**SMALL, "architectures": ["BertLMHeadModel"]}, "its attention is not causal"),
     ],
 )
 def test_a_model_that_cannot_be_exported_is_refused_with_the_reason(
@@ -234,15 +240,11 @@ def test_too_little_room_on_the_disk_is_refused(
     assert "needed for the artifact, 0 MB free: free some space" in text
 
 
-def test_attention_sinks_are_refused(tmp_path: Path, works: None) -> None:
-    import transformers
-
-    settings = {**SMALL, "head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+def test_attention_sinks_are_refused(tmp_path: Path) -> None:
+    settings = {**SMALL, "head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 1, "num_experts_per_tok": 1}
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     sinks = config("GptOssConfig", **settings, max_position_embeddings=512, rope_parameters=rope, pad_token_id=0)
-    source = tmp_path / "model"
-    transformers.AutoModelForCausalLM.from_config(sinks).save_pretrained(source)
-    tiny.make_tokenizer(source)
+    source = tiny.make_shell(tmp_path / "model", sinks)  # known before any weight is read
     text = refusal(source, tmp_path / "out", UnsupportedModelError)
     assert text == "GptOssAttention cannot be exported: its attention sinks are not supported"
 
@@ -275,3 +277,18 @@ def test_a_generation_config_that_is_no_json_is_named(tiny_source: Path, tmp_pat
 def test_a_local_model_is_named_by_its_folder(tiny_source: Path) -> None:
     found = find(tiny_source)
     assert (found.name, found.source) == (tiny_source.name, tiny_source.name)
+
+
+def test_only_the_weights_that_transformers_reads_are_counted(tiny_source: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(tiny_source, source)
+    shutil.copy(source / "model.safetensors", source / "consolidated.safetensors")
+    assert find(source).num_parameters == find(tiny_source).num_parameters
+
+
+@pytest.mark.parametrize("name", ["License.md", "license.txt", "NOTICE", "USE_POLICY.md", "Readme.md"])
+def test_documents_travel_however_they_are_spelled(tiny_source: Path, tmp_path: Path, name: str) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(tiny_source, source)
+    (source / name).write_text("terms", "utf-8")
+    assert find(source).documents == {name: "terms"}

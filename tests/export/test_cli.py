@@ -42,7 +42,7 @@ def test_standard_output_is_the_folder_and_nothing_else(
     assert result.stdout == f"{out}\n"
     assert capfd.readouterr().out == ""
     for step in (
-        "target: trace and fuse the graph",
+        "target: trace the graph",
         "target: write weights as fp32",
         "target: parity and row exactness",
     ):
@@ -76,6 +76,40 @@ def test_an_existing_folder_is_refused_before_anything_is_fetched(tmp_path: Path
     assert result.exit_code == 1
     assert "replace it with --overwrite" in result.stderr
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--precision", "int4"], "--precision has no effect with --add-to: the target there stays as it is"),
+        (["--capacity", "64"], "--capacity has no effect with --add-to"),
+        (["--profile", "edge"], "--profile has no effect with --add-to"),
+        ([], "--add-to needs a --draft: a model, ngram or none"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    tiny_artifact: Path, tmp_path: Path, arguments: list[str], text: str
+) -> None:
+    draft = ["--draft", "none"] if arguments else []
+    result = run("export", "--add-to", tiny_artifact, "-o", tmp_path / "out", *draft, *arguments)
+    assert result.exit_code == 1
+    assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "out"),
+    [
+        ("qwen2.5-coder-0.5b", "artifacts/qwen2.5-coder-0.5b"),
+        ("org/Llama-3.2-1B", "artifacts/Llama-3.2-1B"),
+        ("./my-model/", "artifacts/my-model"),
+        ("models/a.b.gguf", "artifacts/a.b"),
+    ],
+)
+def test_make_export_names_the_folder_after_the_model(tmp_path: Path, model: str, out: str) -> None:
+    (tmp_path / ".specrt-ready").touch()
+    words = ["make", "-n", "-o", f"{tmp_path}/.specrt-ready", "export", f"MODEL={model}", f"VENV={tmp_path}"]
+    shown = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
+    assert f'export "{model}" --out "{out}"' in shown
 
 
 @pytest.mark.parametrize("option", [["--precision", "fp16"], ["--add-to", "/no/such/folder"], ["--capcity", "3"]])

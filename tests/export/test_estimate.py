@@ -38,23 +38,25 @@ def test_the_estimate_is_within_a_tenth_of_the_artifact(
     out = tiny.export_tiny(source, tmp_path / "out", profile=profile)
     files = read_manifest(out).files
     weights = files["target.onnx.data"].size + files["target.onnx"].size
-    assert estimate(*look(source), profile, tied=tied).artifact == pytest.approx(weights, rel=0.1)
+    assert estimate(*look(source), profile, tied=tied, num_rows=400).artifact == pytest.approx(weights, rel=0.1)
 
 
 def test_kv_buffers_are_counted_with_their_padding(tiny_source: Path) -> None:
-    found = estimate(*look(tiny_source), tiny.TINY_PROFILE, tied=True)
+    found = estimate(*look(tiny_source), tiny.TINY_PROFILE, tied=True, num_rows=400)
     assert found.kv == 2 * 4 * 2 * 2 * 16 * tiny.TINY_PROFILE.slots
 
 
 def test_peak_memory_covers_loading_and_checking(tiny_source: Path) -> None:
     checkpoint, dims = look(tiny_source)
     large = replace(checkpoint, num_parameters=10**10, weight_bytes=2 * 10**10)
-    found = estimate(large, dims, tiny.TINY_PROFILE, tied=True)
+    found = estimate(large, dims, tiny.TINY_PROFILE, tied=True, num_rows=400)
     assert found.artifact == pytest.approx(4e10, rel=0.01)
     assert found.peak_memory > 2 * found.artifact
-    small = estimate(large, dims, tiny.profile(precision="int4"), tied=True)
+    small = estimate(large, dims, tiny.profile(precision="int4"), tied=True, num_rows=400)
     assert small.artifact == pytest.approx(0.64e10, rel=0.01)
     assert small.peak_memory > large.weight_bytes
+    more = estimate(large, dims, tiny.TINY_PROFILE, tied=True, num_rows=10**7)
+    assert more.peak_memory - found.peak_memory > 2 * 4 * dims.vocab_size * (10**7 - 400)
 
 
 @pytest.mark.parametrize(

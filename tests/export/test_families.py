@@ -34,6 +34,15 @@ def test_a_family_is_exported_exactly_and_speculation_is_lossless(tmp_path: Path
     tiny.assert_lossless(artifact, tmp_path / "machine")
 
 
+# constants that a half-precision source rounds, formulas that look at a type
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "gemma2", "gemma3")]
+)
+def test_a_bfloat16_source_is_exported_exactly(tmp_path: Path, family: str) -> None:
+    source = tiny.make_model(family, tmp_path / "source", dtype="bfloat16")
+    check_fp32(tiny.export_tiny(source, tmp_path / "artifact"))
+
+
 def test_a_gguf_file_is_exported_like_a_directory(tmp_path: Path) -> None:
     artifact = tiny.export_tiny(tiny.make_gguf(tmp_path / "tiny.gguf"), tmp_path / "artifact")
     manifest = read_manifest(artifact)

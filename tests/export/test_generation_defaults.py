@@ -11,7 +11,7 @@ from specrt_profiles.generation import GenerationDefaults
 
 
 def defaults(**settings: Any) -> GenerationDefaults:
-    found, ignored = generation_defaults(GenerationConfig(**settings))
+    found, ignored = generation_defaults(GenerationConfig(**settings), vocab_size=100)
     assert ignored == []
     return found
 
@@ -62,14 +62,14 @@ def test_bad_words_and_suppressed_tokens_are_banned() -> None:
     ],
 )
 def test_a_setting_without_counterpart_is_reported(name: str, value: object) -> None:
-    found, ignored = generation_defaults(GenerationConfig(**{name: value}))
+    found, ignored = generation_defaults(GenerationConfig(**{name: value}), vocab_size=100)
     assert found == GenerationDefaults()
     assert ignored == [name]
 
 
 def test_neutral_values_of_such_settings_are_not_reported() -> None:
     settings = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "guidance_scale": 1.0}
-    assert generation_defaults(GenerationConfig(**settings))[1] == []
+    assert generation_defaults(GenerationConfig(**settings), vocab_size=100)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -80,4 +80,23 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) ->
     config = GenerationConfig(do_sample=True)
     setattr(config, name, value)
     with pytest.raises(CheckpointError, match=rf"generation_config\.{name}: expected"):
-        generation_defaults(config)
+        generation_defaults(config, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_p", 0.0), ("top_k", -1), ("temperature", -1.0), ("min_p", 2.0), ("repetition_penalty", 0.0)],
+)
+def test_a_setting_that_no_request_could_have_is_left_out_and_reported(name: str, value: float) -> None:
+    config = GenerationConfig(do_sample=True)
+    setattr(config, name, value)
+    found, ignored = generation_defaults(config, vocab_size=100)
+    assert getattr(found, name) == getattr(GenerationDefaults(), name)
+    assert ignored == [f"{name} {value}"]
+
+
+def test_tokens_outside_the_vocabulary_are_left_out_and_reported() -> None:
+    config = GenerationConfig(bad_words_ids=[[5, 100], [7]], suppress_tokens=[99, 100])
+    found, ignored = generation_defaults(config, vocab_size=100)
+    assert found.bad_words_ids == ((7,), (99,))
+    assert ignored == ["bad word [5, 100]", "bad word [100]"]

@@ -1,10 +1,12 @@
 """Parity: what is compared, which distances fail an export, and wrong graphs that it must notice."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -12,8 +14,18 @@ from numpy.typing import NDArray
 import tiny
 from specrt_export import engine, parity, rotary, support, weights
 from specrt_export.checkpoint import resolve
+from specrt_export.dialect_ort import OrtDialect
 from specrt_export.errors import CheckpointError, ExportError
-from specrt_export.parity import BOUNDS, Bounds, check, compare, graph_logits, reference_tokens, source_logits
+from specrt_export.parity import (
+    BOUNDS,
+    Bounds,
+    check,
+    compare,
+    graph_logits,
+    most_rows,
+    reference_tokens,
+    source_logits,
+)
 from specrt_export.tokenizer import load_tokenizer
 from specrt_profiles.exactness import Exactness
 from specrt_profiles.manifest import Parity, read_manifest
@@ -92,9 +104,12 @@ def test_reference_texts_are_cut_to_96_tokens_and_to_the_capacity() -> None:
 
 
 def test_one_reference_text_is_long_enough_for_a_sliding_window() -> None:
-    first, *others = reference_tokens(WordTokenizer(), tiny.profile(capacity=2000), at_least=500)
-    assert len(first) == 500
+    wide = tiny.profile(capacity=2000)
+    first, *others = reference_tokens(WordTokenizer(), wide, window=500)
+    assert len(first) == 532
     assert max(map(len, others)) <= 96
+    assert most_rows(wide, window=500) >= 532 + sum(map(len, others))
+    assert most_rows(tiny.profile(capacity=510), window=500) == 510 + 3 * 96
 
 
 def test_source_logits_of_a_half_precision_model_are_computed_in_fp32() -> None:
@@ -145,14 +160,37 @@ def test_a_wrong_weight_fails_the_export(tiny_source: Path, tmp_path: Path, monk
     refuse(tiny_source, tmp_path / "out", "does not match its source: .*largest logit difference")
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_wrong_structure_fails_the_export_at_every_precision(
+    tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Scaling the scores a little is less than what quantisation does to the logits, and yet wrong."""
+    right = OrtDialect.attention
+
+    def wrong(self: OrtDialect, call: Any, layer: int, qkv: Any, options: Any) -> Any:
+        return right(self, call, layer, qkv, replace(options, scale=options.scale * 1.05))
+
+    monkeypatch.setattr(OrtDialect, "attention", wrong)
+    with pytest.raises(ExportError, match="with rounded weights at fp32 does not match its source"):
+        tiny.export_tiny(tiny_source, tmp_path / "out", profile=tiny.profile(precision=precision))
+    assert not list(tmp_path.iterdir())
+
+
+def test_logits_that_are_no_numbers_are_said_to_be_none() -> None:
+    with pytest.raises(ExportError, match="not numbers"):
+        compare([np.zeros((1, 3), np.float32)], [np.array([[0, np.nan, 1]], np.float32)])
+
+
 @pytest.fixture(scope="module")
 def prove(tiny_source: Path, tiny_artifact: Path) -> Callable[[], tuple[Parity, tuple[int, ...]]]:
     """A function that compares the tiny artifact's target with its source once more."""
     checkpoint = resolve(str(tiny_source), revision=None, cache_dir=tiny_source, on_bytes=lambda _: None)
     dims = support.decoder_dims(support.load_config(checkpoint))
+    traced = ir.Model(ir.Graph([], [], nodes=[]), ir_version=10)  # the graph is written already
     request = engine.EngineRequest(
-        name="target", checkpoint=checkpoint, dims=dims, profile=tiny.TINY_PROFILE, window=None, num_bytes=0
-    )
+        name="target", checkpoint=checkpoint, dims=dims, traced=traced, profile=tiny.TINY_PROFILE, window=None,
+        num_bytes=0,
+    )  # fmt: skip
     texts = reference_tokens(load_tokenizer(checkpoint), tiny.TINY_PROFILE)
     source = source_logits(engine.load_model(checkpoint), texts)
     return lambda: engine._prove(request, tiny_artifact / "target.onnx", texts, source)

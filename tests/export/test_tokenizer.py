@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 import tiny
 from specrt_export import tokenizer as module
-from specrt_export.checkpoint import resolve
-from specrt_export.errors import CheckpointError, ExportError
+from specrt_export.checkpoint import Checkpoint, resolve
+from specrt_export.errors import CheckpointError, ExportError, UnsupportedModelError
 from specrt_export.tokenizer import compare_tokenizers, load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
 from specrt_profiles.vocabulary import fingerprint, tokens_by_id
 
@@ -167,11 +167,36 @@ class Config:
 def test_end_tokens_come_from_the_generation_config_or_the_tokenizer(
     source: Any, eos: int | list[int] | None, ids: tuple[int, ...]
 ) -> None:
-    assert vocabulary_of(source, Config(eos)).eos_token_ids == ids
+    assert vocabulary_of(source, Config(eos), num_rows=340).eos_token_ids == ids
 
 
 def test_the_vocabulary_is_described(source: Any) -> None:
-    found = vocabulary_of(source, Config(None))
+    found = vocabulary_of(source, Config(None), num_rows=340)
     assert found.num_tokens == 340
     assert found.fingerprint == fingerprint(tokens_of(source))
     assert found.special_tokens == {"eos_token": "<|end|>"}
+
+
+def test_end_tokens_without_logits_are_left_out(source: Any) -> None:
+    assert vocabulary_of(source, Config([3, 340, 10**6]), num_rows=340).eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [("default", ["\u010a", "\u010a", "1"]), ("smollm", ["\u010a\u010a", "1"]), ("starcoder", ["\u010a\u010a", "1"])],
+)
+def test_a_gguf_file_splits_text_in_its_own_way(tmp_path: Path, kind: str, tokens: list[str]) -> None:
+    """A digit set apart first leaves the newlines before it together; with GPT-2's pattern they are two words."""
+    backend = load_tokenizer(gguf(tmp_path, kind)).backend_tokenizer
+    words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("\n\n1")]
+    assert words == tokens
+
+
+def test_a_gguf_file_with_an_unknown_way_to_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="splits text in a way named 'poro-chat', which is not known here"):
+        load_tokenizer(gguf(tmp_path, "poro-chat"))
+
+
+def gguf(folder: Path, pre: str) -> Checkpoint:
+    path = tiny.make_gguf(folder / "tiny.gguf", pre=pre)
+    return resolve(str(path), revision=None, cache_dir=folder, on_bytes=lambda _: None)
