@@ -1,6 +1,8 @@
 """Build one engine of an artifact: load, take reference logits, trace, write, and prove parity."""
 
 import gc
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,16 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specrt_export import graph, parity
+from specrt_export.calibrate import observe, self_written
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
+from specrt_export.integer import Form, Kind, plan
+from specrt_export.parity import Round
 from specrt_export.progress import Progress
 from specrt_export.support import TASK
-from specrt_export.weights import Round
+from specrt_export.timing import integer_products_are_exact, product_seconds
+from specrt_export.weights import product_groups
 from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo, Parity
 from specrt_profiles.profile import Profile
@@ -64,7 +70,8 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         source = parity.source_logits(model, texts)
         write_reference(reference, texts, source)
     path = folder / f"{name}.onnx"
-    hashes, rounding = _write_graph(model, request, path, progress)
+    forms = _choose_forms(model, request, tokenizer, progress) if profile.precision == "int8" else None
+    hashes, rounding = _write_graph(model, request, forms, path, progress)
     rounded = None
     if rounding:
         with progress.step(f"{name}: logits of the source with rounded weights"):
@@ -125,13 +132,32 @@ def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:
         )
 
 
+def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> Mapping[str, Form]:
+    """Scale and choose integer products by what the model itself writes; return their forms by initializer name."""
+    with progress.step(f"{request.name}: write text to calibrate on"):
+        texts = self_written(model, tokenizer, longest=request.profile.capacity)
+    kinds: list[Kind] = ["static", "row", "block"] if integer_products_are_exact() else ["block"]
+    with progress.step(f"{request.name}: choose integer products"):
+        groups = [
+            tuple(name.removeprefix("decoder.") for name in group)
+            for group in product_groups(request.traced.graph, weights_of(model))
+        ]
+        forms, _ = plan(
+            model, groups, observe(model, texts, groups), texts[:4], kinds=kinds,
+            clock=lambda shapes, kind: product_seconds(shapes, kind, widths=request.profile.verify_widths),
+        )  # fmt: skip
+    counts = Counter(form.kind for form in forms.values())
+    progress.say("    products: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds))
+    return {f"decoder.{name}": form for name, form in forms.items()}
+
+
 def _write_graph(
-    model: Any, request: EngineRequest, path: Path, progress: Progress
+    model: Any, request: EngineRequest, forms: Mapping[str, Form] | None, path: Path, progress: Progress
 ) -> tuple[dict[str, str], dict[str, Round]]:
     """Fuse and write the graph with its weights; return each file's SHA-256, and the rounding by parameter name."""
     profile, traced = request.profile, request.traced
     with progress.step(f"{request.name}: fuse the graph"):
-        rounding = graph.finish(traced, weights_of(model), profile.precision)
+        rounding = graph.finish(traced, weights_of(model), profile.precision, forms)
         graph.lint(traced.graph, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile))
     with progress.bar(f"{request.name}: write weights as {profile.precision}", graph.data_bytes(traced)) as advance:
         hashes = graph.save(traced, path, advance)
@@ -147,7 +173,7 @@ def _prove_structure(
     graph.save_in_fp32_arithmetic(request.traced, twin)
     try:
         runner = parity.GraphRunner(
-            twin, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile
+            twin, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile, as_written=True
         )
         measured = parity.compare(rounded, [parity.graph_logits(runner, ids, profile) for ids in texts])
     finally:

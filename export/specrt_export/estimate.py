@@ -6,8 +6,9 @@ from specrt_export.checkpoint import Checkpoint
 from specrt_profiles.profile import Precision, Profile
 from specrt_profiles.tensors import DecoderDims
 
-# Bytes per weight: the values, one fp32 scale and one zero point per 32 of them.
-_BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 5 / 32, "int4": 0.5 + 4.5 / 32}
+# Bytes per weight: values, and in blocks one fp32 scale and one zero point per 32 of them; at int8 some products are
+# in blocks and others are not, which is decided later.
+_BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 2.5 / 32, "int4": 0.5 + 4.5 / 32}
 _LIBRARIES = 900_000_000  # torch, transformers and the exporter themselves, measured
 _PACKED = 1.1  # ONNX Runtime packs most weights into copies of its own, measured
 
@@ -25,7 +26,7 @@ def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile, *, tie
     """Estimate one engine's export; `tied` if the output matrix is the embedding, `num_rows` of logits compared."""
     tables = dims.vocab_size * dims.hidden_size * (1 if tied else 2)
     inner = max(0, checkpoint.num_parameters - tables)
-    outer = _BYTES_PER_WEIGHT["int8" if profile.precision == "int4" else profile.precision]
+    outer = 1 + 5 / 32 if profile.precision == "int4" else _BYTES_PER_WEIGHT[profile.precision]
     artifact = int(inner * _BYTES_PER_WEIGHT[profile.precision] + tables * outer)
     kv = dims.kv_bytes(profile.slots)
     logits = 4 * dims.vocab_size * num_rows

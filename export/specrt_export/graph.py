@@ -1,7 +1,7 @@
 """From a traced decoder to the graph that ships: weights, fusion, lint, one data file."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -9,8 +9,11 @@ import onnxscript.optimizer
 import torch
 from onnxscript.rewriter import onnx_fusions
 
+from specrt_export.editor import Editor
 from specrt_export.errors import ExportError, UnsupportedModelError
-from specrt_export.weights import SAME_BYTES, Round, attach_weights
+from specrt_export.integer import Form
+from specrt_export.parity import Round
+from specrt_export.weights import SAME_BYTES, attach_weights
 from specrt_profiles.profile import Precision
 from specrt_profiles.tensors import TensorSpec
 
@@ -21,19 +24,23 @@ _INLINE_LIMIT = 256  # bytes; smaller constants stay in the graph file
 # Operators that treat every row of a call by itself; anything else might let a rejected token change the rows before
 # it. Those in _ALONG_AXIS do so if they work along the last axis. The row-exactness test has the final word.
 _ALONG_AXIS = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "Softmax", "TopK"})
+_FIXED_SCALE = {"QuantizeLinear": 1, "MatMulIntegerToFloat": 2}  # the input that has to be one constant
 _ROW_WISE = _ALONG_AXIS | {
     "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
     "Floor", "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
     "GreaterOrEqual", "GroupQueryAttention", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
-    "MatMulNBits", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "RMSNormalization", "Range", "Reciprocal",
-    "Relu", "Reshape", "Round", "ScatterElements", "Shape", "Sigmoid", "Sign", "Sin", "Slice", "Softplus", "Split",
-    "Sqrt", "Squeeze", "Sub", "Swish", "Tanh", "Tile", "Transpose", "Unsqueeze", "Where",
+    "MatMulIntegerToFloat", "MatMulNBits", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "QuantizeLinear",
+    "RMSNormalization", "Range", "Reciprocal", "Relu", "Reshape", "Round", "ScatterElements", "Shape", "Sigmoid",
+    "Sign", "Sin", "Slice", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Swish", "Tanh", "Tile", "Transpose",
+    "Unsqueeze", "Where",
 }  # fmt: skip
 
 
-def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision) -> dict[str, Round]:
+def finish(
+    model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None
+) -> dict[str, Round]:
     """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised."""
-    rounding = attach_weights(model.graph, weights, precision)
+    rounding = attach_weights(model.graph, weights, precision, forms)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
     _drop_idle_reshapes(model.graph)
@@ -44,9 +51,18 @@ def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precisi
 
 def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
     """Write a saved model once more, over the same weights file, with products that do not round activations."""
-    for node in model.graph:
+    for node in list(model.graph):
         if node.op_type == "MatMulNBits":
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
+        elif node.op_type == "MatMulIntegerToFloat":
+            (rounded, matrix, _, scales), bias = node.inputs[:4], node.inputs[6:]
+            assert rounded is not None
+            source = rounded.producer()
+            assert source is not None
+            wide = ir.node("DequantizeLinear", [matrix, scales], {"axis": 1})
+            new = [wide, ir.node("MatMul", [source.inputs[0], wide.outputs[0]])]
+            new += [ir.node("Add", [new[-1].outputs[0], *bias])] if bias else []
+            Editor(model.graph).replace(node, *new)
     ir.save(model, path)
 
 
@@ -56,7 +72,11 @@ def lint(graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorS
     Raises `UnsupportedModelError` for an operator that may mix rows, `ExportError` for another name or shape.
     """
     for node in graph:
-        if node.op_type not in _ROW_WISE or (node.op_type in _ALONG_AXIS and not _on_last_axis(node)):
+        if (
+            node.op_type not in _ROW_WISE
+            or (node.op_type in _ALONG_AXIS and not _on_last_axis(node))
+            or (node.op_type in _FIXED_SCALE and not _is_constant(graph, node.inputs[_FIXED_SCALE[node.op_type]]))
+        ):
             raise UnsupportedModelError(
                 f"operator {node.op_type} ({node.name}) may let rows of a call influence each other"
             )
@@ -117,6 +137,13 @@ def data_bytes(model: ir.Model) -> int:
         if value.const_value is not None
     }
     return sum(size for size in sizes.values() if size > _INLINE_LIMIT)
+
+
+def _is_constant(graph: ir.Graph, value: ir.Value | None) -> bool:
+    """Tell whether a scale is fixed; a scale computed from all rows of a call would make them depend on each other."""
+    return (
+        value is not None and value.name in graph.initializers and value.shape is not None and value.shape.rank() == 0
+    )
 
 
 def _on_last_axis(node: ir.Node) -> bool:

@@ -9,7 +9,7 @@ weights.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from specrt_export.errors import ExportError
-from specrt_export.weights import Round
 from specrt_profiles.manifest import Parity
 from specrt_profiles.profile import Precision, Profile
 from specrt_profiles.tensors import TensorSpec
@@ -35,6 +34,7 @@ TEXTS = (
     "2 hours 20 minutes, plus 5 minutes: 2 hours 25 minutes.",
     "今天天气很好，我们去公园散步吧。 The word for 'park' is 公园 (gōngyuán). 🌳",
 )  # fmt: skip
+Round = Callable[[NDArray[np.float32]], NDArray[np.float32]]  # what a graph does to the values of a weight
 _LENGTH = 96  # tokens per text
 _BEYOND_WINDOW = 32  # tokens by which the first text is longer than a sliding window
 
@@ -78,7 +78,7 @@ def source_logits(
     rounding: what the graph does to weights, by parameter name; the model then computes with weights so rounded.
     """
     rows = []
-    with torch.no_grad(), _upcast(model, rounding or {}):
+    with torch.no_grad(), as_fp32(model, rounding):
         for ids in texts:
             out = model(input_ids=torch.tensor([ids]), use_cache=False)
             rows.append(out.logits[0].float().numpy())
@@ -86,15 +86,21 @@ def source_logits(
 
 
 class GraphRunner:
-    """Runs an exported graph in calls of any width, KV buffers bound in place; serves parity and exactness."""
+    """Runs an exported graph in calls of any width, KV buffers bound in place; serves parity and exactness.
+
+    as_written: without ONNX Runtime's own rewriting, which may bring integer products where the graph has none.
+    """
 
     def __init__(
-        self, path: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], profile: Profile
-    ) -> None:
+        self, path: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], profile: Profile, *,
+        as_written: bool = False,
+    ) -> None:  # fmt: skip
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        if as_written:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         kv = [
             ort.OrtValue.ortvalue_from_numpy(np.zeros([int(d) for d in spec.shape], spec.dtype))
@@ -186,11 +192,11 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 @contextlib.contextmanager
-def _upcast(model: nn.Module, rounding: Mapping[str, Round]) -> Iterator[None]:
+def as_fp32(model: nn.Module, rounding: Mapping[str, Round] | None = None) -> Iterator[None]:
     """Give every module its own weights in fp32, rounded, while it runs: one module's worth of extra memory."""
     kept: dict[nn.Parameter, torch.Tensor] = {}
     named = dict(model.named_parameters(remove_duplicate=False))
-    rounds = {named[name]: function for name, function in rounding.items()}
+    rounds = {named[name]: function for name, function in (rounding or {}).items()}
 
     def widen(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):

@@ -15,6 +15,14 @@ _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A [N, K] matrix with one scale per row: w = scale * values; values int8 [N, K], scales float32 [N]."""
+
+    values: NDArray[np.int8]
+    scales: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A [N, K] matrix as blocks along K: w = scale * (q - zero_point).
 
@@ -25,6 +33,24 @@ class QuantizedMatrix:
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
     zero_points: NDArray[np.uint8]
+
+
+def quantize_rows(weight: NDArray[np.float32]) -> QuantizedRows:
+    """Round a [N, K] matrix to -127 .. 127 times its rows' largest magnitudes / 127."""
+    largest = np.maximum(weight.max(-1), -weight.min(-1)) if weight.shape[-1] else np.zeros(len(weight), np.float32)
+    scales = (largest / 127).astype(np.float32)
+    inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
+    values = np.empty(weight.shape, np.int8)
+    for start in range(0, len(weight), _ROWS):
+        part = slice(start, start + _ROWS)
+        values[part] = np.rint(np.clip(weight[part] * inverse[part, None], -127, 127))
+    return QuantizedRows(values, scales)
+
+
+def dequantize_rows(matrix: QuantizedRows) -> NDArray[np.float32]:
+    """Return the [N, K] matrix that `matrix` stands for."""
+    product: NDArray[np.float32] = matrix.values * matrix.scales[:, None]
+    return product
 
 
 def quantize(weight: NDArray[np.float32], *, bits: int) -> QuantizedMatrix:

@@ -6,7 +6,7 @@ Every multiplication by a weight W [N, K] ends as one of
   MatMulNBits(x, blocks)      int8, int4; the embedding reads blocks through GatherBlockQuantized, the same ones if tied
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import cached_property, partial
 
 import numpy as np
@@ -14,6 +14,10 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
+from specrt_export.editor import Editor, fp32, lazy, weight_operand
+from specrt_export.integer import Form
+from specrt_export.parity import Round
+from specrt_export.products import IntegerProducts
 from specrt_export.quantize import BLOCK, QuantizedMatrix, dequantize, quantize
 from specrt_profiles.profile import Precision
 
@@ -22,18 +26,30 @@ _MS = "com.microsoft"
 _EMBEDDING_BITS = 8  # embedding and output matrix: 4 bits cost more quality there than they save bytes
 
 
-Round = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+def product_groups(graph: ir.Graph, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Return the names of the weights that are multiplied with the same value, for each such value."""
+    groups: dict[ir.Value, list[str]] = {}
+    for node in graph:
+        is_product = node.op_type == "MatMul" or (node.op_type == "Gemm" and _is_plain_gemm(node))
+        weight = weight_operand(node)[0] if is_product else None
+        if weight is not None and weight.name in tensors and node.inputs[0] is not None:
+            groups.setdefault(node.inputs[0], []).append(str(weight.name))
+    return [tuple(names) for names in groups.values()]
 
 
-def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision) -> dict[str, Round]:
+def attach_weights(
+    graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None
+) -> dict[str, Round]:
     """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
 
     Tensors that share storage become one initializer. Nothing is read or converted before the file is written.
+    forms: how to compute int8 products, by weight; those it leaves out are computed in blocks.
     Returns what happens to the values of each quantised tensor, by name: a function from the stored matrix to the
     one that the graph computes with.
     """
-    tensors = _merge_tied(graph, tensors)
-    store = _Store(graph, tensors, precision)
+    forms = dict(forms or {})
+    tensors = _merge_tied(graph, tensors, forms)
+    store = _Store(graph, tensors, precision, forms)
     for node in list(graph):
         if node.op_type in ("MatMul", "Gemm"):
             store.rewrite_product(node)
@@ -41,7 +57,7 @@ def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision:
             store.rewrite_embedding(node)
     for name, tensor in tensors.items():
         value = graph.initializers[name]
-        value.const_value = _lazy(name, tensor.shape, partial(_fp32, tensor))
+        value.const_value = lazy(name, tensor.shape, partial(_divided, tensor, store.products.divided.get(name)))
         value.type = ir.TensorType(ir.DataType.FLOAT)
     return store.rounding
 
@@ -49,9 +65,13 @@ def attach_weights(graph: ir.Graph, tensors: dict[str, torch.Tensor], precision:
 class _Store:
     """Rewrites nodes of one graph and keeps one set of blocks per quantised weight."""
 
-    def __init__(self, graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision) -> None:
-        self._graph = graph
+    def __init__(
+        self, graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: dict[str, Form]
+    ) -> None:
+        self._editor = Editor(graph)
         self._tensors = tensors
+        self._integer = {name: form for name, form in forms.items() if form.kind != "block"}
+        self.products = IntegerProducts(self._editor, tensors, self._integer)
         self._precision = precision
         self._blocks: dict[str, list[ir.Value]] = {}
         self.rounding: dict[str, Round] = {}
@@ -59,23 +79,27 @@ class _Store:
         self._vocab_size = logits[-1] if logits is not None else None
 
     def rewrite_product(self, node: ir.Node) -> None:
-        weight, stored_transposed = _weight_operand(node)
+        weight, stored_transposed = weight_operand(node)
         if weight is None or weight.name not in self._tensors:
             return
         if self._precision == "fp32":
-            self._rewrite_fp32(node, weight, stored_transposed)
+            self._rewritefp32(node, weight, stored_transposed)
+        elif weight.name in self._integer:
+            form = self._integer[weight.name]
+            self.rounding[weight.name] = partial(_in_order, form.round_weight, stored_transposed)
+            self.products.product(node, weight, stored_transposed)
         elif node.op_type == "MatMul" or _is_plain_gemm(node):
             self._rewrite_blocks(node, weight, stored_transposed)
 
-    def _rewrite_fp32(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
+    def _rewritefp32(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
         if not stored_transposed or node.inputs[1] is weight:
             return  # the operand is used as it is stored
         if len(weight.uses()) > 1 and node.op_type == "MatMul":
-            self._replace(node, ir.node("FusedMatMul", [node.inputs[0], weight], {"transB": 1}, domain=_MS))
+            self._editor.replace(node, ir.node("FusedMatMul", [node.inputs[0], weight], {"transB": 1}, domain=_MS))
             return
         name, tensor = str(weight.name), self._tensors[str(weight.name)]
-        flipped = self._initializer(f"{name}.T", ir.DataType.FLOAT, tuple(reversed(tensor.shape)),
-                                    lambda: np.ascontiguousarray(_fp32(tensor).T))  # fmt: skip
+        flipped = self._editor.initializer(f"{name}.T", ir.DataType.FLOAT, tuple(reversed(tensor.shape)),
+                                    lambda: np.ascontiguousarray(fp32(tensor).T))  # fmt: skip
         node.replace_input_with(1, flipped)
 
     def _rewrite_blocks(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
@@ -86,13 +110,16 @@ class _Store:
         attributes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
         product = ir.node("MatMulNBits", [node.inputs[0], *blocks], attributes, domain=_MS)
         if node.op_type == "Gemm" and len(node.inputs) > 2:
-            self._replace(node, product, ir.node("Add", [product.outputs[0], node.inputs[2]]))
+            self._editor.replace(node, product, ir.node("Add", [product.outputs[0], node.inputs[2]]))
         else:
-            self._replace(node, product)
+            self._editor.replace(node, product)
 
     def rewrite_embedding(self, node: ir.Node) -> None:
         table, ids = node.inputs
         if table is None or ids is None or table.name not in self._tensors or not _is_token_ids(ids):
+            return
+        if table.name in self._integer:
+            self.products.embedding(node)
             return
         packed, *rest = self._blocks_of(table.name, True, _EMBEDDING_BITS)
         flat = self._flattened(packed)
@@ -100,21 +127,22 @@ class _Store:
         rows = ir.node("GatherBlockQuantized", [flat, ids, *rest], attributes, domain=_MS)
         columns = self._tensors[table.name].shape[1]
         if columns % BLOCK == 0:
-            self._replace(node, rows)
+            self._editor.replace(node, rows)
             return
         bounds = [
-            self._initializer(f"{table.name}.{part}", ir.DataType.INT64, (1,), partial(np.array, [value]))
+            self._editor.initializer(f"{table.name}.{part}", ir.DataType.INT64, (1,), partial(np.array, [value]))
             for part, value in (("start", 0), ("end", columns), ("axis", -1))
         ]
-        self._replace(node, rows, ir.node("Slice", [rows.outputs[0], *bounds]))  # drops what fills the last block
+        filled = ir.node("Slice", [rows.outputs[0], *bounds])  # without what fills the last block
+        self._editor.replace(node, rows, filled)
 
     def _blocks_of(self, name: str, stored_transposed: bool, bits: int) -> list[ir.Value]:
         if name not in self._blocks:
             source = _LazyBlocks(self._tensors[name], stored_transposed, bits)
-            self.rounding[name] = partial(_rounded, stored_transposed=stored_transposed, bits=bits)
+            self.rounding[name] = partial(_in_order, partial(_in_blocks, bits=bits), stored_transposed)
             shapes, kinds = source.shapes(), (ir.DataType.UINT8, ir.DataType.FLOAT, ir.DataType.UINT8)
             self._blocks[name] = [
-                self._initializer(f"{name}.{part}", kind, shapes[part], partial(source.take, part))
+                self._editor.initializer(f"{name}.{part}", kind, shapes[part], partial(source.take, part))
                 for part, kind in zip(("packed", "scales", "zero_points"), kinds, strict=True)
             ]
         return self._blocks[name]
@@ -125,23 +153,11 @@ class _Store:
         assert packed.const_value is not None
         rows, blocks, size = packed.shape.numpy()
         shape, content = (rows, blocks * size), packed.const_value
-        flat = self._initializer(
+        flat = self._editor.initializer(
             f"{packed.name}.flat", ir.DataType.UINT8, shape, lambda: content.numpy().reshape(shape)
         )
         flat.metadata_props[SAME_BYTES] = str(packed.name)
         return flat
-
-    def _initializer(self, name: str, dtype: ir.DataType, shape: tuple[int, ...],
-                     make: Callable[[], NDArray[np.generic]]) -> ir.Value:  # fmt: skip
-        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-        value.const_value = _lazy(name, shape, make, dtype)
-        self._graph.register_initializer(value)
-        return value
-
-    def _replace(self, node: ir.Node, *new: ir.Node) -> None:
-        old, out = node.outputs[0], new[-1].outputs[0]
-        out.name, out.shape, out.type = old.name, old.shape, old.type
-        ir.convenience.replace_nodes_and_values(self._graph, node, [node], list(new), [old], [out])
 
 
 class _LazyBlocks:
@@ -167,18 +183,27 @@ class _LazyBlocks:
 
     @cached_property
     def _quantized(self) -> QuantizedMatrix:
-        weight = _fp32(self._tensor)
+        weight = fp32(self._tensor)
         return quantize(weight if self._stored_transposed else np.ascontiguousarray(weight.T), bits=self._bits)
 
 
-def _rounded(weight: NDArray[np.float32], *, stored_transposed: bool, bits: int) -> NDArray[np.float32]:
-    matrix = weight if stored_transposed else np.ascontiguousarray(weight.T)
-    rounded = dequantize(quantize(matrix, bits=bits), bits=bits, columns=matrix.shape[1])
-    return rounded if stored_transposed else np.ascontiguousarray(rounded.T)
+def _in_blocks(matrix: NDArray[np.float32], *, bits: int) -> NDArray[np.float32]:
+    return dequantize(quantize(matrix, bits=bits), bits=bits, columns=matrix.shape[1])
 
 
-def _merge_tied(graph: ir.Graph, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Let all names of one storage use one initializer; return the tensors that the graph still has."""
+def _in_order(function: Round, stored_transposed: bool, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Apply a function of [N, K] matrices to a weight as it is stored."""
+    if stored_transposed:
+        return function(weight)
+    return np.ascontiguousarray(function(np.ascontiguousarray(weight.T)).T)
+
+
+def _divided(tensor: torch.Tensor, divisor: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    return fp32(tensor) if divisor is None else fp32(tensor) / divisor
+
+
+def _merge_tied(graph: ir.Graph, tensors: dict[str, torch.Tensor], forms: dict[str, Form]) -> dict[str, torch.Tensor]:
+    """Let all names of one storage use one initializer, and its form; return the tensors that the graph still has."""
     first: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in tensors.items():
         if name not in graph.initializers:
@@ -187,17 +212,9 @@ def _merge_tied(graph: ir.Graph, tensors: dict[str, torch.Tensor]) -> dict[str, 
         if kept != name:
             graph.initializers[name].replace_all_uses_with(graph.initializers[kept])
             del graph.initializers[name]
+            if name in forms:
+                forms[kept] = forms[name]
     return {name: tensors[name] for name in first.values()}
-
-
-def _weight_operand(node: ir.Node) -> tuple[ir.Value | None, bool]:
-    """Return the initializer behind a product's second operand, and whether it is stored as [N, K]."""
-    operand = node.inputs[1]
-    flipped = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
-    producer = operand.producer() if operand is not None else None
-    if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
-        return producer.inputs[0], not flipped
-    return operand, flipped
 
 
 def _is_token_ids(value: ir.Value) -> bool:
@@ -215,13 +232,3 @@ def _is_plain_gemm(node: ir.Node) -> bool:
         attributes.get_float("alpha", 1.0) == attributes.get_float("beta", 1.0) == 1.0
         and attributes.get_int("transA", 0) == 0
     )
-
-
-def _lazy(name: str, shape: torch.Size | tuple[int, ...], make: Callable[[], NDArray[np.generic]],
-          dtype: ir.DataType = ir.DataType.FLOAT) -> ir.LazyTensor:  # fmt: skip
-    return ir.LazyTensor(lambda: ir.tensor(make()), dtype=dtype, shape=ir.Shape(tuple(shape)), name=name)
-
-
-def _fp32(tensor: torch.Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
-    return array

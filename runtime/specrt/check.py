@@ -21,7 +21,8 @@ _FLOOR_KL, _FLOOR_DIFF = 1e-6, 1e-3
 class EngineCheck:
     """Distance of one engine from its source over the reference rows, and its bit-equal widths, on this machine.
 
-    `max_abs_diff` and `mean_kl` are over the 64 most probable tokens of each row and all tokens of the rows kept whole.
+    `max_abs_diff` is over the 64 most probable tokens of each row and all tokens of the rows kept whole, `mean_kl`
+    over the 64 and the rest taken as one (at most the KL over all tokens).
     """
 
     name: str
@@ -88,10 +89,26 @@ def check_artifact(folder: Path, *, threads: int | None = None) -> CheckReport:
     return CheckReport(artifact=str(folder), num_files=len(manifest.files), engines=tuple(engines))
 
 
-def _check_engine(name: str, engine: Engine, spec: EngineSpec, folder: Path) -> EngineCheck:
+def mean_kl(engine: Engine, spec: EngineSpec, folder: Path) -> float:
+    """Replay the reference and return the mean KL in nats from the source; see `EngineCheck`."""
+    _, kls, _ = _distances(engine, spec, folder)
+    return float(kls.mean())
+
+
+def is_as_exported(found: float, spec: EngineSpec) -> bool:
+    """Tell whether a mean KL is about what it was when the engine was exported."""
+    return found <= _SLACK * spec.parity.mean_kl + _FLOOR_KL
+
+
+def _distances(engine: Engine, spec: EngineSpec, folder: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     texts = read_reference(folder / spec.reference)
-    distances = [_distance(text, replay(engine, text.ids.tolist())) for text in texts]
-    diffs, kls, same = (np.concatenate(parts) for parts in zip(*distances, strict=True))
+    found = [_distance(text, replay(engine, text.ids.tolist())) for text in texts]
+    diffs, kls, same = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return diffs, kls, same
+
+
+def _check_engine(name: str, engine: Engine, spec: EngineSpec, folder: Path) -> EngineCheck:
+    diffs, kls, same = _distances(engine, spec, folder)
     widths = sorted({*spec.verify_widths, spec.prefill_width})
     exact: Exactness = find_exact_widths(engine.forward, widths, vocab_size=engine.vocab_size, capacity=engine.capacity)
     return EngineCheck(
@@ -122,8 +139,15 @@ def replay(engine: Engine, ids: Sequence[int]) -> NDArray[np.float32]:
     return np.concatenate(rows)
 
 
+def _rest(log_p: NDArray[np.float64], log_q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return what all other tokens, taken as one, add to the KL; without it the sum could be anything."""
+    p, q = (np.maximum(1 - np.exp(logs).sum(-1), 1e-12) for logs in (log_p, log_q))
+    rest: NDArray[np.float64] = p * np.log(p / q)
+    return rest
+
+
 def _distance(text: ReferenceText, rows: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return per row: largest logit difference, KL over the most probable tokens, whether the best token agrees."""
+    """Return per row: largest logit difference, KL with all but the top tokens taken as one, same best token."""
     first = len(text.ids) - len(rows)
     top_ids, top = text.top_ids[first:], text.top[first:].astype(np.float64)
     ours = np.take_along_axis(rows, top_ids, -1).astype(np.float64)
@@ -136,6 +160,6 @@ def _distance(text: ReferenceText, rows: NDArray[np.float32]) -> tuple[NDArray[A
     for row, full in zip(text.full_rows, text.full, strict=True):
         if row >= first:
             diffs[row - first] = np.abs(rows[row - first] - full).max()
-    kl = np.maximum((np.exp(log_p) * (log_p - log_q)).sum(-1), 0.0)
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1) + _rest(log_p, log_q)
     best = np.take_along_axis(top_ids, top.argmax(-1)[:, None], -1)[:, 0]
     return diffs, kl, rows.argmax(-1) == best

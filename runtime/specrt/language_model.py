@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+from specrt.check import is_as_exported, mean_kl
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
@@ -62,9 +63,10 @@ def load(path: str | Path, *, threads: int | None = None, cache_dir: str | Path 
     """Open an artifact.
 
     threads: CPU threads of each engine, None for one per physical core. cache_dir: where measurements about
-    this machine are kept (~/.cache/specrt/machine). The first load on a machine finds out which call widths
-    give the same bits, which takes about 80 engine calls. Raises `ManifestError`, `TextError` or `EngineError` for a
-    damaged artifact, `MissingExtraError` without an engine.
+    this machine are kept (~/.cache/specrt/machine). The first load on a machine replays the reference logits and
+    finds out which call widths give the same bits, which takes some 150 engine calls. Raises `ManifestError`,
+    `TextError` or `EngineError` for a damaged artifact, or one whose logits are wrong on this machine;
+    `MissingExtraError` without an engine.
     """
     return LanguageModel(Path(path), threads=threads, cache_dir=Path(cache_dir or default_cache_dir()))
 
@@ -210,9 +212,15 @@ class LanguageModel:
 
     def _measure_widths(self) -> tuple[int, ...]:
         spec, target = self.manifest.target, self.target
+        found = mean_kl(target, spec, self.folder)
+        if not is_as_exported(found, spec):
+            raise EngineError(
+                f"{self.folder}: on this machine its logits are not what they were at export (mean KL {found:.3g}, "
+                f"then {spec.parity.mean_kl:.3g}): export it here, or at another --precision"
+            )
         widths = sorted({*spec.verify_widths, spec.prefill_width})
-        found = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
-        return found.ladder(spec.verify_widths)
+        exact = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
+        return exact.ladder(spec.verify_widths)
 
 
 def _check_process(process: int) -> None:

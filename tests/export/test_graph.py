@@ -52,6 +52,25 @@ def test_an_operator_that_may_mix_rows_is_refused_by_name(op: str) -> None:
         graph.lint(small_graph("Tanh", op, "Neg"), INPUTS, OUTPUTS)
 
 
+@pytest.mark.parametrize("scale", ["constant", "vector", "computed"])
+def test_inputs_are_rounded_with_one_fixed_scale(scale: str) -> None:
+    """A scale taken from a call's rows is per-tensor dynamic quantisation: rows would depend on each other."""
+    x, zero = value("x"), constant("zero", np.array(128, np.uint8))
+    size = ir.node("Abs", [x])
+    size.outputs[0].shape, size.outputs[0].type = x.shape, x.type
+    fixed = constant("scale", np.array([1.0] * 4 if scale == "vector" else 1.0, np.float32))
+    rounded = ir.node("QuantizeLinear", [x, size.outputs[0] if scale == "computed" else fixed, zero])
+    back = ir.node("Cast", [rounded.outputs[0]], {"to": 1})
+    out = back.outputs[0]
+    out.name, out.shape, out.type = "y", x.shape, x.type
+    made = ir.Graph([x], [out], nodes=[size, rounded, back], initializers=[zero, fixed], opset_imports={"": 23})
+    if scale == "constant":
+        graph.lint(made, INPUTS, OUTPUTS)
+        return
+    with pytest.raises(UnsupportedModelError, match=r"operator QuantizeLinear .* may let rows of a call influence"):
+        graph.lint(made, INPUTS, OUTPUTS)
+
+
 @pytest.mark.parametrize("op", ["Softmax", "TopK"])
 @pytest.mark.parametrize(("axis", "fine"), [(-1, True), (2, True), (1, False), (0, False)])
 def test_operators_along_an_axis_pass_on_the_last_one_only(op: str, axis: int, fine: bool) -> None:

@@ -150,13 +150,13 @@ def test_a_wrong_rotary_table_fails_the_export(
 
 @pytest.mark.slow
 def test_a_wrong_weight_fails_the_export(tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = weights._fp32
+    right = weights.fp32
 
     def off(tensor: torch.Tensor) -> Rows:
         array = right(tensor)
         return array + np.float32(0.01) if array.shape == (96, 64) else array
 
-    monkeypatch.setattr(weights, "_fp32", off)
+    monkeypatch.setattr(weights, "fp32", off)
     refuse(tiny_source, tmp_path / "out", "does not match its source: .*largest logit difference")
 
 

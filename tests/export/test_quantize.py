@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specrt_export.quantize import BLOCK, dequantize, quantize
+from specrt_export.quantize import BLOCK, dequantize, dequantize_rows, quantize, quantize_rows
 
 Array = NDArray[np.float32]
 
@@ -139,3 +139,13 @@ def test_onnx_runtime_gathers_the_rows_we_dequantise(columns: int) -> None:
         "GatherBlockQuantized", {"ids": ids}, constants, bits=8, block_size=BLOCK, gather_axis=0, quantize_axis=1
     )
     np.testing.assert_array_equal(found[..., :columns], dequantize(blocks, bits=8, columns=columns)[ids])
+
+
+def test_rows_are_within_half_a_step_and_zeros_stay_zeros() -> None:
+    weight = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32)
+    weight[2] = 0
+    weight[3, 7] = -50
+    found = quantize_rows(weight)
+    assert found.values.dtype == np.int8
+    assert np.all(np.abs(dequantize_rows(found) - weight) <= found.scales[:, None] / 2 * 1.0001)
+    assert np.abs(found.values).max(1).tolist() == [127, 127, 0, 127, 127]

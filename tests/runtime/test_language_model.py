@@ -599,3 +599,14 @@ def close_at_once(stream: specrt.Stream, *, threads: int) -> list[BaseException]
     for worker in workers:
         worker.join()
     return errors
+
+
+def test_an_artifact_whose_logits_are_wrong_on_this_machine_is_refused(
+    tiny_artifact: Path, machine_cache: Path, tmp_path: Path
+) -> None:
+    def promise_more(data: Any) -> None:
+        data["engines"]["target"]["parity"]["mean_kl"] = -1e-5  # nothing can be as close
+
+    folder = copy_artifact(tiny_artifact, tmp_path / "copy", promise_more)
+    with pytest.raises(EngineError, match="on this machine its logits are not what they were at export"):
+        load(folder, tmp_path / "cache")

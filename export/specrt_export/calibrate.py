@@ -1,0 +1,92 @@
+"""Text that a model writes by itself, and what its products see while it reads it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from specrt_export.parity import as_fp32
+
+_OPENINGS = ("The", "def", "1", "I", "Question", "今", "In", "import")
+_TOKENS = 96  # written per opening
+_KEPT_ROWS = 256  # of a product's inputs, spread over all texts
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a group of products that share their input saw.
+
+    largest: float32 [K], the largest magnitude per channel; rows: float32 [n, K], some of the inputs themselves.
+    """
+
+    largest: NDArray[np.float32]
+    rows: NDArray[np.float32]
+
+
+def self_written(model: Any, tokenizer: Any, *, longest: int) -> list[list[int]]:
+    """Return texts that the model continues from short openings, sampled at temperature 1 with a fixed seed.
+
+    A model with a chat template also writes conversations, from the beginning of a user's message on. No text is
+    longer than `longest` tokens.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        starts = [[tokenizer.encode(text)[:2] for text in _OPENINGS], [_chat_opening(tokenizer)] * len(_OPENINGS)]
+        return [text for batch in starts for text in _continue(model, batch, longest)]
+
+
+def observe(model: nn.Module, texts: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]) -> Mapping[str, Inputs]:
+    """Run the model over texts and return what each group's first product saw, by that product's parameter name."""
+    largest: dict[str, torch.Tensor] = {}
+    rows: dict[str, list[torch.Tensor]] = {}
+    every = max(1, sum(map(len, texts)) // _KEPT_ROWS)
+    owners = {group[0]: model.get_submodule(group[0].rpartition(".")[0]) for group in groups}
+
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            seen = inputs[0].detach().float().reshape(-1, inputs[0].shape[-1])
+            peak = seen.abs().amax(0)
+            largest[name] = torch.maximum(largest[name], peak) if name in largest else peak
+            rows.setdefault(name, []).append(seen[::every].clone())
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(watch(name)) for name, module in owners.items()]
+    try:
+        with torch.no_grad(), as_fp32(model):
+            for ids in texts:
+                model(input_ids=torch.tensor([list(ids)]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: Inputs(largest[name].numpy(), torch.cat(rows[name]).numpy()) for name in largest}
+
+
+def _chat_opening(tokenizer: Any) -> list[int]:
+    """Return what comes before the words of a user's first message, or nothing without a chat template."""
+    if not tokenizer.chat_template:
+        return []
+    mark = "\u2603"
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    except Exception:  # a template may refuse anything
+        return []
+    before, found, _ = text.partition(mark)
+    return list(tokenizer.encode(before, add_special_tokens=False)) if found else []
+
+
+def _continue(model: Any, starts: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
+    size = min(map(len, starts))
+    if size == 0:
+        return []
+    count = min(_TOKENS, longest - size)
+    out = model.generate(
+        torch.tensor([list(start[-size:]) for start in starts]), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        min_new_tokens=count, max_new_tokens=count, pad_token_id=0,
+    )  # fmt: skip
+    texts: list[list[int]] = out.tolist()
+    return texts

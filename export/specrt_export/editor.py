@@ -1,0 +1,64 @@
+"""Editing a traced graph: initializers whose content is made when they are written, and replaced nodes."""
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+
+
+class Editor:
+    """Adds initializers to a graph and replaces its nodes."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+
+    def initializer(
+        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], make: Callable[[], NDArray[np.generic]]
+    ) -> ir.Value:
+        """Add an initializer; `make` is called when it is written."""
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        value.const_value = lazy(name, shape, make, dtype)
+        self.graph.register_initializer(value)
+        return value
+
+    def constant(self, name: str, content: NDArray[np.generic]) -> ir.Value:
+        """Return the initializer of that name, adding it at its first use."""
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(content, name=name)
+            value = ir.Value(name=name, shape=ir.Shape(content.shape), type=ir.TensorType(tensor.dtype))
+            value.const_value = tensor
+            self.graph.register_initializer(value)
+        return self.graph.initializers[name]
+
+    def replace(self, node: ir.Node, *new: ir.Node) -> ir.Value:
+        """Put nodes in the place of one; the last one's output takes over its output, and is returned."""
+        old, out = node.outputs[0], new[-1].outputs[0]
+        out.name, out.shape, out.type = old.name, old.shape, old.type
+        ir.convenience.replace_nodes_and_values(self.graph, node, [node], list(new), [old], [out])
+        return out
+
+
+def lazy(
+    name: str, shape: torch.Size | tuple[int, ...], make: Callable[[], NDArray[np.generic]],
+    dtype: ir.DataType = ir.DataType.FLOAT,
+) -> ir.LazyTensor:  # fmt: skip
+    """Return a tensor that is made each time it is read."""
+    return ir.LazyTensor(lambda: ir.tensor(make()), dtype=dtype, shape=ir.Shape(tuple(shape)), name=name)
+
+
+def fp32(tensor: torch.Tensor) -> NDArray[np.float32]:
+    """Return a tensor of any float type as an array."""
+    array: NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return array
+
+
+def weight_operand(node: ir.Node) -> tuple[ir.Value | None, bool]:
+    """Return the initializer behind the second operand of a MatMul or Gemm, and whether it is stored as [N, K]."""
+    operand = node.inputs[1]
+    flipped = node.op_type == "Gemm" and node.attributes.get_int("transB", 0) == 1
+    producer = operand.producer() if operand is not None else None
+    if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
+        return producer.inputs[0], not flipped
+    return operand, flipped
