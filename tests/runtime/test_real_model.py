@@ -10,6 +10,7 @@ import pytest
 import specrt
 from real import Recorder, exported, smollm_folder
 from specrt.prompts import load_prompts
+from specrt_profiles.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 KS = (1, 3, 5, 9, 15)
@@ -19,7 +20,7 @@ MAX_TOKENS = 20
 
 @pytest.fixture(scope="module")
 def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """SmolLM2-135M at fp32 and int4, each with itself at int4 as draft; and the former with a random-weight draft."""
+    """SmolLM2-135M at fp32 and int4, each with itself at int4 or random weights as draft; at int8 without a draft."""
     folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
     fp32 = exported(folder, "smollm2-fp32", "smollm2-135m", draft="smollm2-135m")
     int4 = exported(folder, "smollm2-int4", "smollm2-135m", draft="smollm2-135m", precision="int4")
@@ -27,12 +28,13 @@ def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return {
         "fp32": fp32,
         "int4": int4,
+        "int8": exported(folder, "smollm2-int8", "smollm2-135m", precision="int8"),
         "fp32, random draft": exported(folder, "smollm2-fp32-random", None, draft=adversary, add_to=fp32),
         "int4, random draft": exported(folder, "smollm2-int4-random", None, draft=adversary, add_to=int4),
     }
 
 
-@pytest.fixture(scope="module", params=["fp32", "int4", "fp32, random draft", "int4, random draft"])
+@pytest.fixture(scope="module", params=["fp32", "int8", "int4", "fp32, random draft", "int4, random draft"])
 def model(
     request: pytest.FixtureRequest, artifacts: dict[str, Path], machine_cache: Path
 ) -> Iterator[specrt.LanguageModel]:
@@ -53,6 +55,8 @@ def generate(model: specrt.LanguageModel, prompt: str, **options: Any) -> tuple[
 
 def settings(model: specrt.LanguageModel) -> list[tuple[str, int]]:
     """Return drafters and values of k; those of the adversary, whose guesses are all wrong, are fewer."""
+    if "draft" not in model.manifest.engines:
+        return [("ngram", k) for k in KS]
     if "random" in model.manifest.engines["draft"].model.name:
         return [("model", k) for k in (1, 5, 15)]
     return list(itertools.product(["ngram", "model"], KS))
@@ -79,6 +83,10 @@ def test_one_seed_gives_one_text_at_any_k(model: specrt.LanguageModel) -> None:
         for drafter, k in settings(model):
             result, speculative_rows = generate(model, prompt, k=k, drafter=drafter, **options)
             assert (result.text, speculative_rows) == (plain.text, rows)
+
+
+def test_int8_is_close_to_its_source(artifacts: dict[str, Path]) -> None:
+    assert read_manifest(artifacts["int8"]).target.parity.mean_kl <= 0.02
 
 
 def test_the_answer_makes_sense(artifacts: dict[str, Path], machine_cache: Path) -> None:
