@@ -208,7 +208,6 @@ def test_a_model_writes_the_same_text_each_time(model: Any, tiny_source: Path) -
     assert len({tuple(text) for text in first}) > 8
     chat = tokenizer.encode("<|user|>")
     assert [text[: len(chat)] for text in first[8:]] == [chat] * 8, "conversations begin as the template begins them"
-    assert BOUNDS["int8"].mean_kl > TARGET_KL
 
 
 def test_a_model_without_a_template_writes_plain_text_only(model: Any, tiny_source: Path) -> None:
