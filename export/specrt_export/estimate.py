@@ -6,9 +6,9 @@ from specrt_export.checkpoint import Checkpoint
 from specrt_profiles.profile import Precision, Profile
 from specrt_profiles.tensors import DecoderDims
 
-# Bytes per weight: values, and in blocks one fp32 scale and one zero point per 32 of them; at int8 some products are
+# Bytes per weight: values, and in blocks one fp32 scale and one zero point or offset per 32; at int8 some products are
 # in blocks and others are not, which is decided later.
-_BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 2.5 / 32, "int4": 0.5 + 4.5 / 32}
+_BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 2.5 / 32, "int4": 0.5 + 8 / 32}
 _LIBRARIES = 900_000_000  # torch, transformers and the exporter themselves, measured
 _PACKED = 1.1  # ONNX Runtime packs most weights into copies of its own, measured
 

@@ -161,7 +161,7 @@ def _drop_idle_reshapes(graph: ir.Graph) -> None:
         if node.op_type != "Reshape" or node.inputs[0] is None:
             continue
         source = node.inputs[0]
-        producer = source.producer()
+        producer = None if _copies_dims(node) else source.producer()
         while producer is not None and producer.op_type == "Reshape" and producer.inputs[0] is not None:
             source = producer.inputs[0]
             producer = source.producer()
@@ -169,6 +169,12 @@ def _drop_idle_reshapes(graph: ir.Graph) -> None:
         out = node.outputs[0]
         if source.shape is not None and source.shape == out.shape and out not in graph.outputs:
             out.replace_all_uses_with(source)
+
+
+def _copies_dims(reshape: ir.Node) -> bool:
+    """Tell whether a 0 in the new shape stands for the input's own size there (or might)."""
+    shape = reshape.inputs[1].const_value if reshape.inputs[1] is not None else None
+    return shape is None or 0 in shape.numpy()
 
 
 def _remove_unused(model: ir.Model) -> None:

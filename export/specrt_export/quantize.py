@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 BLOCK = 32
 _ROWS = 4096
+_SAMPLE = 16  # rows that tell whether a matrix was 4-bit before
+_TOLERANCE = np.float32(4e-6)  # of a block's largest value: what computing scale * q + minimum in fp32 rounds off
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,75 @@ class QuantizedMatrix:
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
     zero_points: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetBlocks:
+    """A [N, K] matrix as blocks of 32 along K with 4 bits per value: w = scale * (q - 8) + offset.
+
+    packed: uint8 [N, K / 32, 16], two values per byte, lower half first. scales, offsets: float32 [N, K / 32].
+    """
+
+    packed: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32]
+
+
+def quantize_offset(weight: NDArray[np.float32]) -> OffsetBlocks:
+    """Round a [N, K] matrix, K a multiple of 32, to 16 values per block, from its minimum to its maximum.
+
+    A block whose values lie on a grid of at most 16 already (a checkpoint that was 4-bit before) keeps them as they
+    are. Where the grid contains 0, the offset is 0.
+    """
+    on_grid = bool(_grid(weight[:_SAMPLE].reshape(-1, weight.shape[1] // BLOCK, BLOCK))[1].mean() > 0.5)
+    parts = [_offset_rows(weight[start : start + _ROWS], on_grid) for start in range(0, len(weight), _ROWS)]
+    return OffsetBlocks(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def dequantize_offset(matrix: OffsetBlocks) -> NDArray[np.float32]:
+    """Return the [N, K] matrix that `matrix` stands for."""
+    values = _unpack(matrix.packed, 4).astype(np.float32) - 8
+    full = values * matrix.scales[..., None] + matrix.offsets[..., None]
+    return np.ascontiguousarray(full.reshape(len(full), -1))
+
+
+def _offset_rows(weight: NDArray[np.float32], on_grid: bool) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    values = weight.reshape(len(weight), -1, BLOCK)
+    low = values.min(-1)
+    scales = (values.max(-1) - low) / np.float32(15)
+    if on_grid:
+        steps, exact = _grid(values)
+        scales = np.where(exact, steps, scales)
+    inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
+    quantized = np.clip(np.rint((values - low[..., None]) * inverse[..., None]), 0, 15)
+    zeros = np.rint(-low * inverse)
+    shifted = quantized + (8 - zeros)[..., None]
+    around_zero = (
+        (scales > 0)
+        & (np.abs(low + zeros * scales) <= _TOLERANCE * np.abs(values).max(-1))
+        & (shifted.min(-1) >= 0)
+        & (shifted.max(-1) <= 15)
+    )
+    quantized = np.where(around_zero[..., None], shifted, quantized)
+    offsets = np.where(around_zero, 0, low + 8 * scales)
+    return _pack(quantized.astype(np.uint8), 4), scales.astype(np.float32), offsets.astype(np.float32)
+
+
+def _grid(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return for blocks [..., 32] the step of the grid of at most 16 values they lie on, and whether they do."""
+    tolerance = _TOLERANCE * np.abs(values).max(-1, keepdims=True) + np.float32(1e-30)
+    above = values - values.min(-1, keepdims=True)
+    gaps = np.diff(np.sort(values, axis=-1), axis=-1)
+    smallest = np.where(gaps > 2 * tolerance, gaps, np.inf).min(-1, keepdims=True)
+    steps, exact = np.zeros_like(smallest), np.zeros(smallest.shape, bool)
+    for part in (1, 2, 3):  # neighbours on the grid may both be missing
+        step = np.where(np.isinf(smallest), 0, smallest / part)
+        count = np.rint(np.divide(above.max(-1, keepdims=True), step, out=np.zeros_like(step), where=step > 0))
+        step = np.divide(above.max(-1, keepdims=True), count, out=np.zeros_like(step), where=count > 0)
+        number = np.rint(np.divide(above, step, out=np.zeros_like(above), where=step > 0))
+        fits = (np.abs(number * step - above) <= tolerance).all(-1, keepdims=True) & (count <= 15)
+        steps, exact = np.where(fits & ~exact, step, steps), exact | fits
+    return steps[..., 0], exact[..., 0]
 
 
 def quantize_rows(weight: NDArray[np.float32]) -> QuantizedRows:

@@ -4,6 +4,9 @@ Every multiplication by a weight W [N, K] ends as one of
   MatMul(x, W^T)              fp32; transposed while the file is written
   FusedMatMul(x, W)           fp32, the output matrix of a model that ties it to the embedding: stored once
   MatMulNBits(x, blocks)      int8, int4; the embedding reads blocks through GatherBlockQuantized, the same ones if tied
+  MatMulIntegerToFloat        int8; see products.py
+At int4 blocks have a scale and an offset each, w = scale (q - 8) + offset, and the offsets are multiplied with the sums
+of the input's blocks: zero points that are not whole numbers would make the kernel many times slower.
 """
 
 from collections.abc import Mapping
@@ -18,7 +21,15 @@ from specrt_export.editor import Editor, fp32, lazy, weight_operand
 from specrt_export.integer import Form
 from specrt_export.parity import Round
 from specrt_export.products import IntegerProducts
-from specrt_export.quantize import BLOCK, QuantizedMatrix, dequantize, quantize
+from specrt_export.quantize import (
+    BLOCK,
+    OffsetBlocks,
+    QuantizedMatrix,
+    dequantize,
+    dequantize_offset,
+    quantize,
+    quantize_offset,
+)
 from specrt_profiles.profile import Precision
 
 SAME_BYTES = "specrt.same_bytes_as"
@@ -74,6 +85,7 @@ class _Store:
         self.products = IntegerProducts(self._editor, tensors, self._integer)
         self._precision = precision
         self._blocks: dict[str, list[ir.Value]] = {}
+        self._sums: dict[ir.Value, ir.Value] = {}  # of blocks of 32, by the value they are of
         self.rounding: dict[str, Round] = {}
         logits = graph.outputs[0].shape
         self._vocab_size = logits[-1] if logits is not None else None
@@ -106,13 +118,41 @@ class _Store:
         tensor = self._tensors[str(weight.name)]
         rows, columns = tensor.shape if stored_transposed else tuple(reversed(tensor.shape))
         bits = _EMBEDDING_BITS if rows == self._vocab_size or self._precision == "int8" else 4
-        blocks = self._blocks_of(str(weight.name), stored_transposed, bits)
         attributes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
-        product = ir.node("MatMulNBits", [node.inputs[0], *blocks], attributes, domain=_MS)
-        if node.op_type == "Gemm" and len(node.inputs) > 2:
-            self._editor.replace(node, product, ir.node("Add", [product.outputs[0], node.inputs[2]]))
+        x = node.inputs[0]
+        assert x is not None
+        if bits == 4 and columns % BLOCK == 0 and x.shape is not None:
+            new = self._offset_product(x, str(weight.name), stored_transposed, attributes)
         else:
-            self._editor.replace(node, product)
+            blocks = self._blocks_of(str(weight.name), stored_transposed, bits)
+            new = [ir.node("MatMulNBits", [x, *blocks], attributes, domain=_MS)]
+        if node.op_type == "Gemm" and len(node.inputs) > 2:
+            new.append(ir.node("Add", [new[-1].outputs[0], node.inputs[2]]))
+        self._editor.replace(node, *new)
+
+    def _offset_product(
+        self, x: ir.Value, name: str, stored_transposed: bool, attributes: dict[str, int]
+    ) -> list[ir.Node]:
+        """Return nodes for x [.., K] times blocks with offsets: an integer product, and block sums times offsets."""
+        source = _LazyOffsets(self._tensors[name], stored_transposed)
+        self.rounding[name] = partial(_in_order, _in_offset_blocks, stored_transposed)
+        packed, scales, offsets = (
+            self._editor.initializer(f"{name}.{part}", kind, source.shapes()[part], partial(source.take, part))
+            for part, kind in (
+                ("packed", ir.DataType.UINT8), ("scales", ir.DataType.FLOAT), ("offsets", ir.DataType.FLOAT),
+            )
+        )  # fmt: skip
+        new = [ir.node("MatMulNBits", [x, packed, scales], attributes, domain=_MS)]
+        if x not in self._sums:
+            assert x.shape is not None
+            rank, blocks = x.shape.rank(), attributes["K"] // BLOCK
+            shape = self._editor.constant(f"blocks.{rank}.{blocks}", np.array([1] * (rank - 2) + [-1, blocks, BLOCK]))
+            split = ir.node("Reshape", [x, shape])
+            last = self._editor.constant("blocks.last_axis", np.array([-1]))
+            new += [split, ir.node("ReduceSum", [split.outputs[0], last], {"keepdims": 0})]
+            self._sums[x] = new[-1].outputs[0]
+        shift = ir.node("MatMul", [self._sums[x], offsets])
+        return [*new, shift, ir.node("Add", [new[0].outputs[0], shift.outputs[0]])]
 
     def rewrite_embedding(self, node: ir.Node) -> None:
         table, ids = node.inputs
@@ -185,6 +225,35 @@ class _LazyBlocks:
     def _quantized(self) -> QuantizedMatrix:
         weight = fp32(self._tensor)
         return quantize(weight if self._stored_transposed else np.ascontiguousarray(weight.T), bits=self._bits)
+
+
+class _LazyOffsets:
+    """Quantises one weight to blocks with offsets when its first part is written, and forgets it with the last."""
+
+    def __init__(self, tensor: torch.Tensor, stored_transposed: bool) -> None:
+        self._tensor, self._stored_transposed = tensor, stored_transposed
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        rows, columns = self._tensor.shape if self._stored_transposed else tuple(reversed(self._tensor.shape))
+        blocks = columns // BLOCK
+        return {"packed": (rows, blocks, BLOCK // 2), "scales": (rows, blocks), "offsets": (blocks, rows)}
+
+    def take(self, part: str) -> NDArray[np.generic]:
+        if part != "offsets":
+            array: NDArray[np.generic] = getattr(self._quantized, part)
+            return array
+        offsets = np.ascontiguousarray(self._quantized.offsets.T)
+        del self._quantized
+        return offsets
+
+    @cached_property
+    def _quantized(self) -> OffsetBlocks:
+        weight = fp32(self._tensor)
+        return quantize_offset(weight if self._stored_transposed else np.ascontiguousarray(weight.T))
+
+
+def _in_offset_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+    return dequantize_offset(quantize_offset(matrix))
 
 
 def _in_blocks(matrix: NDArray[np.float32], *, bits: int) -> NDArray[np.float32]:

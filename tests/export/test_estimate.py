@@ -53,7 +53,7 @@ def test_peak_memory_covers_loading_and_checking(tiny_source: Path) -> None:
     assert found.artifact == pytest.approx(4e10, rel=0.01)
     assert found.peak_memory > 2 * found.artifact
     small = estimate(large, dims, tiny.profile(precision="int4"), tied=True, num_rows=400)
-    assert small.artifact == pytest.approx(0.64e10, rel=0.01)
+    assert small.artifact == pytest.approx(0.75e10, rel=0.01)
     assert small.peak_memory > large.weight_bytes
     more = estimate(large, dims, tiny.TINY_PROFILE, tied=True, num_rows=10**7)
     assert more.peak_memory - found.peak_memory > 2 * 4 * dims.vocab_size * (10**7 - 400)

@@ -185,6 +185,17 @@ def test_chains_of_reshapes_are_merged_and_idle_ones_dropped() -> None:
     assert last.inputs[0] is x
 
 
+def test_a_reshape_that_copies_sizes_of_its_input_is_not_merged() -> None:
+    x = value("x")
+    there = ir.node("Reshape", [x, constant("s", np.array([-1, 4]))])
+    there.outputs[0].shape, there.outputs[0].type = ir.Shape(["width", 4]), x.type
+    back = ir.node("Reshape", [there.outputs[0], constant("t", np.array([0, 2, 2]))])  # width, not x's first size
+    last = ir.node("Neg", [back.outputs[0]])
+    inner = ir.Graph([x], last.outputs, nodes=[there, back, last], opset_imports={"": 23})
+    graph._drop_idle_reshapes(inner)
+    assert back.inputs[0] is there.outputs[0]
+
+
 def test_weights_of_a_half_precision_source_are_written_in_fp32(tmp_path: Path) -> None:
     from specrt_export.weights import attach_weights
 

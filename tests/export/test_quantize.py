@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specrt_export.quantize import BLOCK, dequantize, dequantize_rows, quantize, quantize_rows
+from specrt_export.quantize import (
+    BLOCK,
+    dequantize,
+    dequantize_offset,
+    dequantize_rows,
+    quantize,
+    quantize_offset,
+    quantize_rows,
+)
 
 Array = NDArray[np.float32]
 
@@ -149,3 +157,46 @@ def test_rows_are_within_half_a_step_and_zeros_stay_zeros() -> None:
     assert found.values.dtype == np.int8
     assert np.all(np.abs(dequantize_rows(found) - weight) <= found.scales[:, None] / 2 * 1.0001)
     assert np.abs(found.values).max(1).tolist() == [127, 127, 0, 127, 127]
+
+
+def four_bit(rows: int, blocks: int, *, centred: bool, levels: int = 16) -> Array:
+    """Return a matrix as a 4-bit checkpoint gives it: scale * q + minimum, both in half precision, per block."""
+    rng = np.random.default_rng(2)
+    scale = rng.lognormal(-4, 1, (rows, blocks, 1)).astype(np.float16).astype(np.float32)
+    low = -8 * scale if centred else -(scale * rng.uniform(2, 14, scale.shape)).astype(np.float16).astype(np.float32)
+    q = rng.integers(0, levels, (rows, blocks, BLOCK)).astype(np.float32)
+    return (scale * q + low).astype(np.float32).reshape(rows, -1)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_matrix_that_was_4_bit_before_keeps_its_values(centred: bool) -> None:
+    weight = four_bit(40, 6, centred=centred)
+    found = quantize_offset(weight)
+    assert np.abs(dequantize_offset(found) - weight).max() <= 4e-6 * np.abs(weight).max()
+    if centred:
+        assert not found.offsets.any(), "a grid that contains 0 needs no offset"
+
+
+def test_blocks_that_use_few_of_their_values_are_kept_too() -> None:
+    weight = four_bit(20, 4, centred=False, levels=3)
+    weight[3, :BLOCK] = 0.25
+    weight[4] = 0
+    found = dequantize_offset(quantize_offset(weight))
+    assert np.abs(found - weight).max() <= 4e-6 * np.abs(weight).max()
+
+
+def test_other_matrices_are_within_half_a_step_of_their_blocks_range() -> None:
+    weight = matrix(9, 96)
+    blocks = weight.reshape(9, 3, BLOCK)
+    step = (blocks.max(-1) - blocks.min(-1)) / 15
+    error = np.abs(dequantize_offset(quantize_offset(weight)).reshape(blocks.shape) - blocks)
+    assert np.all(error <= step[..., None] / 2 * 1.001)
+
+
+def test_one_block_off_the_grid_is_rounded_and_the_others_are_kept() -> None:
+    weight = four_bit(30, 2, centred=False)
+    weight[7, :BLOCK] = matrix(1, BLOCK)
+    error = np.abs(dequantize_offset(quantize_offset(weight)) - weight)
+    assert error[7, :BLOCK].max() > 1e-4
+    error[7, :BLOCK] = 0
+    assert error.max() <= 4e-6 * np.abs(weight).max()

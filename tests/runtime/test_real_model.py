@@ -85,8 +85,10 @@ def test_one_seed_gives_one_text_at_any_k(model: specrt.LanguageModel) -> None:
             assert (result.text, speculative_rows) == (plain.text, rows)
 
 
-def test_int8_is_close_to_its_source(artifacts: dict[str, Path]) -> None:
-    assert read_manifest(artifacts["int8"]).target.parity.mean_kl <= 0.02
+@pytest.mark.parametrize(("precision", "kl"), [("fp32", 1e-6), ("int8", 0.02), ("int4", 0.01)])
+def test_the_artifact_is_close_to_its_source(artifacts: dict[str, Path], precision: str, kl: float) -> None:
+    """The source was stored in blocks of 4 bits with minima: the same blocks are stored again."""
+    assert read_manifest(artifacts[precision]).target.parity.mean_kl <= kl
 
 
 def test_the_answer_makes_sense(artifacts: dict[str, Path], machine_cache: Path) -> None:
