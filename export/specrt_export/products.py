@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from specrt_export.editor import Editor, fp32, weight_operand
+from specrt_export.editor import Editor, as_rows, shape_of_rows, weight_operand
 from specrt_export.integer import Form
 from specrt_export.quantize import QuantizedRows
 
@@ -149,7 +149,7 @@ class _LazyRows:
     @property
     def shape(self) -> tuple[int, ...]:
         """N and K."""
-        return tuple(self._tensor.shape if self._stored_transposed else reversed(self._tensor.shape))
+        return shape_of_rows(self._tensor, self._stored_transposed)
 
     def divide_outputs(self, divisor: NDArray[np.float32]) -> None:
         """Divide each of the N outputs."""
@@ -165,5 +165,4 @@ class _LazyRows:
         return scales if self._divisor is None else scales / self._divisor
 
     def _rounded(self) -> QuantizedRows:
-        weight = fp32(self._tensor)
-        return self._form.quantize_weight(weight if self._stored_transposed else np.ascontiguousarray(weight.T))
+        return self._form.quantize_weight(as_rows(self._tensor, self._stored_transposed))

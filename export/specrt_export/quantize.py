@@ -4,6 +4,7 @@ Only weights are quantised here, in blocks of 32 input values; activations are q
 block. Per-tensor activation scales are not offered: there a rejected token would change the rows before it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +42,20 @@ class QuantizedMatrix:
 class OffsetBlocks:
     """A [N, K] matrix as blocks of 32 along K with 4 bits per value: w = scale * (q - 8) + offset.
 
-    packed: uint8 [N, K / 32, 16], two values per byte, lower half first. scales, offsets: float32 [N, K / 32].
+    packed: uint8 [N, K / 32, 16], two values per byte, lower half first. scales: float32 [N, K / 32]. offsets: float32
+    [K / 32, N], as the sums of an input's blocks are multiplied with them.
     """
 
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
     offsets: NDArray[np.float32]
+
+
+def in_stored_order(
+    function: Callable[[NDArray[np.float32]], NDArray[np.float32]], weight: NDArray[np.float32], *, transposed: bool
+) -> NDArray[np.float32]:
+    """Apply a function of [N, K] matrices to a weight that is stored as [N, K], if `transposed`, or as [K, N]."""
+    return function(weight) if transposed else np.ascontiguousarray(function(np.ascontiguousarray(weight.T)).T)
 
 
 def quantize_offset(weight: NDArray[np.float32]) -> OffsetBlocks:
@@ -57,13 +66,14 @@ def quantize_offset(weight: NDArray[np.float32]) -> OffsetBlocks:
     """
     on_grid = bool(_grid(weight[:_SAMPLE].reshape(-1, weight.shape[1] // BLOCK, BLOCK))[1].mean() > 0.5)
     parts = [_offset_rows(weight[start : start + _ROWS], on_grid) for start in range(0, len(weight), _ROWS)]
-    return OffsetBlocks(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    packed, scales, offsets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return OffsetBlocks(packed, scales, np.ascontiguousarray(offsets.T))
 
 
 def dequantize_offset(matrix: OffsetBlocks) -> NDArray[np.float32]:
     """Return the [N, K] matrix that `matrix` stands for."""
     values = _unpack(matrix.packed, 4).astype(np.float32) - 8
-    full = values * matrix.scales[..., None] + matrix.offsets[..., None]
+    full = values * matrix.scales[..., None] + matrix.offsets.T[..., None]
     return np.ascontiguousarray(full.reshape(len(full), -1))
 
 

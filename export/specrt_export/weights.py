@@ -9,7 +9,7 @@ At int4 blocks have a scale and an offset each, w = scale (q - 8) + offset, and 
 of the input's blocks: zero points that are not whole numbers would make the kernel many times slower.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 
 import numpy as np
@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from specrt_export.editor import Editor, fp32, lazy, weight_operand
+from specrt_export.editor import Editor, as_rows, fp32, lazy, shape_of_rows, weight_operand
 from specrt_export.integer import Form
 from specrt_export.parity import Round
 from specrt_export.products import IntegerProducts
@@ -27,6 +27,7 @@ from specrt_export.quantize import (
     QuantizedMatrix,
     dequantize,
     dequantize_offset,
+    in_stored_order,
     quantize,
     quantize_offset,
 )
@@ -95,15 +96,15 @@ class _Store:
         if weight is None or weight.name not in self._tensors:
             return
         if self._precision == "fp32":
-            self._rewritefp32(node, weight, stored_transposed)
+            self._rewrite_fp32(node, weight, stored_transposed)
         elif weight.name in self._integer:
             form = self._integer[weight.name]
-            self.rounding[weight.name] = partial(_in_order, form.round_weight, stored_transposed)
+            self.rounding[weight.name] = partial(in_stored_order, form.round_weight, transposed=stored_transposed)
             self.products.product(node, weight, stored_transposed)
         elif node.op_type == "MatMul" or _is_plain_gemm(node):
             self._rewrite_blocks(node, weight, stored_transposed)
 
-    def _rewritefp32(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
+    def _rewrite_fp32(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
         if not stored_transposed or node.inputs[1] is weight:
             return  # the operand is used as it is stored
         if len(weight.uses()) > 1 and node.op_type == "MatMul":
@@ -116,7 +117,7 @@ class _Store:
 
     def _rewrite_blocks(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
         tensor = self._tensors[str(weight.name)]
-        rows, columns = tensor.shape if stored_transposed else tuple(reversed(tensor.shape))
+        rows, columns = shape_of_rows(tensor, stored_transposed)
         bits = _EMBEDDING_BITS if rows == self._vocab_size or self._precision == "int8" else 4
         attributes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK, "accuracy_level": 4}
         x = node.inputs[0]
@@ -134,18 +135,22 @@ class _Store:
         self, x: ir.Value, name: str, stored_transposed: bool, attributes: dict[str, int]
     ) -> list[ir.Node]:
         """Return nodes for x [.., K] times blocks with offsets: an integer product, and block sums times offsets."""
-        source = _LazyOffsets(self._tensors[name], stored_transposed)
-        self.rounding[name] = partial(_in_order, _in_offset_blocks, stored_transposed)
+        tensor = self._tensors[name]
+        rows, blocks = attributes["N"], attributes["K"] // BLOCK
+        source = _LazyParts(lambda: quantize_offset(as_rows(tensor, stored_transposed)), last="offsets")
+        self.rounding[name] = partial(in_stored_order, _in_offset_blocks, transposed=stored_transposed)
         packed, scales, offsets = (
-            self._editor.initializer(f"{name}.{part}", kind, source.shapes()[part], partial(source.take, part))
-            for part, kind in (
-                ("packed", ir.DataType.UINT8), ("scales", ir.DataType.FLOAT), ("offsets", ir.DataType.FLOAT),
+            self._editor.initializer(f"{name}.{part}", kind, shape, partial(source.take, part))
+            for part, kind, shape in (
+                ("packed", ir.DataType.UINT8, (rows, blocks, BLOCK // 2)),
+                ("scales", ir.DataType.FLOAT, (rows, blocks)),
+                ("offsets", ir.DataType.FLOAT, (blocks, rows)),
             )
-        )  # fmt: skip
+        )
         new = [ir.node("MatMulNBits", [x, packed, scales], attributes, domain=_MS)]
         if x not in self._sums:
             assert x.shape is not None
-            rank, blocks = x.shape.rank(), attributes["K"] // BLOCK
+            rank = x.shape.rank()
             shape = self._editor.constant(f"blocks.{rank}.{blocks}", np.array([1] * (rank - 2) + [-1, blocks, BLOCK]))
             split = ir.node("Reshape", [x, shape])
             last = self._editor.constant("blocks.last_axis", np.array([-1]))
@@ -178,12 +183,18 @@ class _Store:
 
     def _blocks_of(self, name: str, stored_transposed: bool, bits: int) -> list[ir.Value]:
         if name not in self._blocks:
-            source = _LazyBlocks(self._tensors[name], stored_transposed, bits)
-            self.rounding[name] = partial(_in_order, partial(_in_blocks, bits=bits), stored_transposed)
-            shapes, kinds = source.shapes(), (ir.DataType.UINT8, ir.DataType.FLOAT, ir.DataType.UINT8)
+            tensor = self._tensors[name]
+            source = _LazyParts(lambda: quantize(as_rows(tensor, stored_transposed), bits=bits), last="zero_points")
+            self.rounding[name] = partial(in_stored_order, partial(_in_blocks, bits=bits), transposed=stored_transposed)
+            rows, columns = shape_of_rows(tensor, stored_transposed)
+            blocks = -(-columns // BLOCK)
             self._blocks[name] = [
-                self._editor.initializer(f"{name}.{part}", kind, shapes[part], partial(source.take, part))
-                for part, kind in zip(("packed", "scales", "zero_points"), kinds, strict=True)
+                self._editor.initializer(f"{name}.{part}", kind, shape, partial(source.take, part))
+                for part, kind, shape in (
+                    ("packed", ir.DataType.UINT8, (rows, blocks, BLOCK * bits // 8)),
+                    ("scales", ir.DataType.FLOAT, (rows, blocks)),
+                    ("zero_points", ir.DataType.UINT8, (rows, -(-blocks * bits // 8))),
+                )
             ]
         return self._blocks[name]
 
@@ -200,56 +211,21 @@ class _Store:
         return flat
 
 
-class _LazyBlocks:
+class _LazyParts:
     """Quantises one weight when its first part is written, and forgets it with the last."""
 
-    def __init__(self, tensor: torch.Tensor, stored_transposed: bool, bits: int) -> None:
-        self._tensor, self._stored_transposed, self._bits = tensor, stored_transposed, bits
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        rows, columns = self._tensor.shape if self._stored_transposed else tuple(reversed(self._tensor.shape))
-        blocks = -(-columns // BLOCK)
-        return {
-            "packed": (rows, blocks, BLOCK * self._bits // 8),
-            "scales": (rows, blocks),
-            "zero_points": (rows, -(-blocks * self._bits // 8)),
-        }
+    def __init__(self, make: Callable[[], QuantizedMatrix | OffsetBlocks], *, last: str) -> None:
+        self._make, self._last = make, last
 
     def take(self, part: str) -> NDArray[np.generic]:
         array: NDArray[np.generic] = getattr(self._quantized, part)
-        if part == "zero_points":
+        if part == self._last:
             del self._quantized
         return array
 
     @cached_property
-    def _quantized(self) -> QuantizedMatrix:
-        weight = fp32(self._tensor)
-        return quantize(weight if self._stored_transposed else np.ascontiguousarray(weight.T), bits=self._bits)
-
-
-class _LazyOffsets:
-    """Quantises one weight to blocks with offsets when its first part is written, and forgets it with the last."""
-
-    def __init__(self, tensor: torch.Tensor, stored_transposed: bool) -> None:
-        self._tensor, self._stored_transposed = tensor, stored_transposed
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        rows, columns = self._tensor.shape if self._stored_transposed else tuple(reversed(self._tensor.shape))
-        blocks = columns // BLOCK
-        return {"packed": (rows, blocks, BLOCK // 2), "scales": (rows, blocks), "offsets": (blocks, rows)}
-
-    def take(self, part: str) -> NDArray[np.generic]:
-        if part != "offsets":
-            array: NDArray[np.generic] = getattr(self._quantized, part)
-            return array
-        offsets = np.ascontiguousarray(self._quantized.offsets.T)
-        del self._quantized
-        return offsets
-
-    @cached_property
-    def _quantized(self) -> OffsetBlocks:
-        weight = fp32(self._tensor)
-        return quantize_offset(weight if self._stored_transposed else np.ascontiguousarray(weight.T))
+    def _quantized(self) -> QuantizedMatrix | OffsetBlocks:
+        return self._make()
 
 
 def _in_offset_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -258,13 +234,6 @@ def _in_offset_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _in_blocks(matrix: NDArray[np.float32], *, bits: int) -> NDArray[np.float32]:
     return dequantize(quantize(matrix, bits=bits), bits=bits, columns=matrix.shape[1])
-
-
-def _in_order(function: Round, stored_transposed: bool, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Apply a function of [N, K] matrices to a weight as it is stored."""
-    if stored_transposed:
-        return function(weight)
-    return np.ascontiguousarray(function(np.ascontiguousarray(weight.T)).T)
 
 
 def _divided(tensor: torch.Tensor, divisor: NDArray[np.float32] | None) -> NDArray[np.float32]:

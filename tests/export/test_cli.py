@@ -57,6 +57,11 @@ def test_standard_output_is_the_folder_and_nothing_else(
     [
         (["no-such-model"], "unknown model 'no-such-model'"),
         ([], "expected either a MODEL to export or --add-to DIR with a --draft"),
+        (["no-such-model", "--draft-precision", "int8"], "--draft-precision needs a draft model: --draft MODEL"),
+        (
+            ["smollm2-135m", "--revision", "main"],
+            "smollm2-135m is not on the hub: a revision can only be chosen of a hub",
+        ),
         (["no-such-model", "--profile", "cpux"], "unknown profile 'cpux' (did you mean cpu"),
         (["no-such-model", "--capacity", "1"], "profile cpu: capacity: expected at least 2 tokens, found 1"),
         (["someone/some-model"], "cannot reach the hub for someone/some-model"),

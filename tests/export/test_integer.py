@@ -11,12 +11,11 @@ import torch
 
 import tiny
 from specrt_export import engine, integer, timing
-from specrt_export.calibrate import Inputs, observe, self_written
-from specrt_export.integer import Form, Kind, plan
+from specrt_export.calibrate import observe, self_written
+from specrt_export.integer import KINDS, Form, Kind, plan
 from specrt_export.parity import BOUNDS
 from specrt_profiles.manifest import read_manifest
 
-KINDS: list[Kind] = ["static", "row", "block"]
 FAMILIES = ("llama", "qwen2", "gpt2", "gemma3", "phi3")  # untied, biased and tied, Conv1D, norms with 1 + w, packed
 
 
@@ -77,7 +76,7 @@ GROUPS = [
 
 
 @pytest.fixture(scope="module")
-def seen(model: Any, texts: list[list[int]]) -> Mapping[str, Inputs]:
+def seen(model: Any, texts: list[list[int]]) -> Mapping[str, Any]:
     return observe(model, texts, GROUPS)
 
 
@@ -89,7 +88,7 @@ def test_what_products_see_is_what_the_model_computes(model: Any, texts: list[li
     hidden = model(input_ids=torch.tensor(texts), output_hidden_states=True).hidden_states
     normed = model.model.layers[0].input_layernorm(hidden[0]).detach()
     found = seen["model.layers.0.self_attn.q_proj.weight"]
-    np.testing.assert_allclose(found.largest, normed.abs().amax((0, 1)).numpy(), rtol=1e-4)
+    np.testing.assert_allclose(found, normed.abs().amax((0, 1)).numpy(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("fastest", KINDS)
@@ -98,7 +97,7 @@ def test_the_fastest_form_that_is_accurate_enough_is_taken(
 ) -> None:
     monkeypatch.setattr(integer, "TARGET_KL", 1.0)
     seconds = {kind: 1.0 if kind == fastest else 2.0 for kind in KINDS}
-    forms, measured = plan(model, GROUPS, seen, texts, kinds=KINDS, clock=clock(**seconds))
+    forms, measured = plan(model, GROUPS, seen, texts, clock=clock(**seconds))
     assert Counter(found.kind for found in forms.values()) == {fastest: 15}
     assert set(forms) == {name for group in GROUPS for name in group}
     assert measured < 1.0
@@ -111,7 +110,7 @@ def test_what_costs_too_much_accuracy_gets_a_better_form(
 ) -> None:
     def measured_for(limit: float) -> tuple[Counter[str], float]:
         monkeypatch.setattr(integer, "TARGET_KL", limit)
-        forms, measured = plan(model, GROUPS, seen, texts, kinds=KINDS, clock=clock(static=1.0, row=2.0, block=3.0))
+        forms, measured = plan(model, GROUPS, seen, texts, clock=clock(static=1.0, row=2.0, block=3.0))
         return Counter(found.kind for found in forms.values()), measured
 
     kinds, loose = measured_for(1.0)
@@ -183,7 +182,7 @@ def test_a_wrong_scale_in_the_graph_fails_the_export(
 
 def test_products_take_time_in_every_form() -> None:
     for kind in KINDS:
-        assert 0 < timing.product_seconds([(96, 64), (32, 64)], kind, widths=(2, 4)) < 1
+        assert timing.product_seconds([(96, 64), (32, 64)], kind, widths=(2, 4)) > 0
 
 
 def test_products_that_saturate_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
