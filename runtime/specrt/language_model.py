@@ -213,7 +213,7 @@ class LanguageModel:
     def _measure_widths(self) -> tuple[int, ...]:
         spec, target = self.manifest.target, self.target
         found = mean_kl(target, spec, self.folder)
-        if not is_as_exported(found, spec):
+        if not is_as_exported(found, spec.parity.mean_kl):
             raise EngineError(
                 f"{self.folder}: on this machine its logits are not what they were at export (mean KL {found:.3g}, "
                 f"then {spec.parity.mean_kl:.3g}): export it here, or at another --precision"
