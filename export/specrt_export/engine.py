@@ -148,7 +148,7 @@ def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: 
         groups = [group for group in groups if all(is_linear(model, name) for name in group)]
         forms, _ = plan(
             model, groups, observe(model, texts, groups), texts[:4],
-            clock=lambda shapes, kind: product_seconds(shapes, kind, widths=request.profile.verify_widths),
+            clock=lambda shape, kind: product_seconds(shape, kind, widths=request.profile.verify_widths),
         )  # fmt: skip
     counts = Counter(form.kind for form in forms.values())
     progress.say("    products: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS))

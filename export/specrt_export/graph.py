@@ -12,6 +12,7 @@ from onnxscript.rewriter import onnx_fusions
 from specrt_export.editor import Editor
 from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_export.integer import Form
+from specrt_export.packing import pack_products
 from specrt_export.parity import Round
 from specrt_export.weights import SAME_BYTES, attach_weights
 from specrt_profiles.profile import Precision
@@ -44,6 +45,8 @@ def finish(
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
     _drop_idle_reshapes(model.graph)
+    _remove_unused(model)  # what nobody reads would count as a reader
+    pack_products(model.graph)
     _remove_unused(model)
     model.opset_imports.setdefault("com.microsoft", 1)
     return rounding

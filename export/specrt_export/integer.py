@@ -86,8 +86,8 @@ class Form:
 class Clock(Protocol):
     """Tells what products cost here."""
 
-    def __call__(self, shapes: Sequence[tuple[int, int]], kind: Kind) -> float:
-        """Return the seconds of products [N, K] with one input."""
+    def __call__(self, shape: tuple[int, int], kind: Kind) -> float:
+        """Return the seconds of a product [N, K]."""
         ...
 
 
@@ -132,11 +132,12 @@ def _options(trial: "_Trial", peers: Sequence[Group], seen: Mapping[str, Array],
     """Return the best option of each kind for the groups of one type."""
     found = []
     shapes = [trial.shape(name) for name in peers[0]]
+    packed = sum(n for n, _ in shapes), shapes[0][1]  # products with one input are one product in the graph
     for kind in KINDS:
         forms = [{group: _form(trial, group, seen[group[0]], kind, e) for group in peers} for e in _EXPONENTS[kind]]
         tried = [_Option(form, trial.kl(form), 0.0) for form in forms]
         best = min(tried, key=lambda option: option.kl)
-        found.append(replace(best, seconds=len(peers) * clock(shapes, kind)))
+        found.append(replace(best, seconds=len(peers) * clock(packed, kind)))
     return found
 
 

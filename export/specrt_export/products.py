@@ -86,6 +86,7 @@ class IntegerProducts:
             peak = ir.node("ReduceMax", [size.outputs[0], last], {"keepdims": 1})
             peak_or_least = ir.node("Max", [peak.outputs[0], least])
             row = peak_or_least.outputs[0]
+            row.shape = None if x.shape is None else ir.Shape([*list(x.shape)[:-1], 1])
             new += [size, peak, peak_or_least, ir.node("Div", [value, row])]
             value = new[-1].outputs[0]
         new.append(ir.node("QuantizeLinear", [value, self._scale(form), self._zero_point()]))
