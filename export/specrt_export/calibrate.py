@@ -1,6 +1,6 @@
 """Text that a model writes by itself, and what its products see while it reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,40 @@ def observe(
     """
     largest: dict[str, torch.Tensor] = {}
 
-    def watch(name: str) -> Any:
+    def see(name: str, rows: torch.Tensor) -> None:
+        peak = rows.abs().amax(0)
+        largest[name] = torch.maximum(largest[name], peak) if name in largest else peak
+
+    _watch(model, texts, groups, see)
+    return {name: peak.numpy() for name, peak in largest.items()}
+
+
+def inputs_of(
+    model: nn.Module, texts: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
+) -> dict[str, torch.Tensor]:
+    """Run the model over texts of n tokens in all; return the input [n, K], bfloat16, of each group's products.
+
+    groups: as for `observe`.
+    """
+    seen: dict[str, list[torch.Tensor]] = {group[0]: [] for group in groups}
+    _watch(model, texts, groups, lambda name, rows: seen[name].append(rows.bfloat16()))
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+def _watch(
+    model: nn.Module, texts: Sequence[Sequence[int]], groups: Sequence[Sequence[str]],
+    see: Callable[[str, torch.Tensor], None],
+) -> None:  # fmt: skip
+    """Run the model over texts and show each group's input rows [n, K], float32, with the group's first name."""
+
+    def hook_for(name: str) -> Any:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            peak = inputs[0].detach().float().reshape(-1, inputs[0].shape[-1]).abs().amax(0)
-            largest[name] = torch.maximum(largest[name], peak) if name in largest else peak
+            see(name, inputs[0].detach().float().reshape(-1, inputs[0].shape[-1]))
 
         return hook
 
     owners = {group[0]: model.get_submodule(group[0].rpartition(".")[0]) for group in groups}
-    handles = [module.register_forward_pre_hook(watch(name)) for name, module in owners.items()]
+    handles = [module.register_forward_pre_hook(hook_for(name)) for name, module in owners.items()]
     try:
         with torch.no_grad(), as_fp32(model):
             for ids in texts:
@@ -51,7 +76,6 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: peak.numpy() for name, peak in largest.items()}
 
 
 def _chat_opening(tokenizer: Any) -> list[int]:

@@ -12,10 +12,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specrt_export import graph, parity
-from specrt_export.calibrate import observe, self_written
+from specrt_export.calibrate import inputs_of, observe, self_written
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
+from specrt_export.fit import fit_blocks, to_round
 from specrt_export.integer import KINDS, Form, is_linear, plan
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
@@ -70,6 +71,8 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         source = parity.source_logits(model, texts)
         write_reference(reference, texts, source)
     path = folder / f"{name}.onnx"
+    if profile.precision == "int4":
+        _fit_blocks(model, request, tokenizer, progress)
     forms = _choose_forms(model, request, tokenizer, progress) if profile.precision == "int8" else None
     hashes, rounding = _write_graph(model, request, forms, path, progress)
     rounded = None
@@ -84,7 +87,8 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         measured, exact = _prove(request, path, texts, source)
     progress.say(
         f"    max |diff| {measured.max_abs_diff:.2g}, mean KL {measured.mean_kl:.2g}, "
-        f"top-1 {measured.top1_agreement:.1%}; bit-equal widths {', '.join(map(str, exact))}"
+        f"top-1 {measured.top1_agreement:.1%}, perplexity {measured.perplexity:.2f} (source "
+        f"{measured.source_perplexity:.2f}); bit-equal widths {', '.join(map(str, exact))}"
     )
     spec = EngineSpec(
         dialect="ort", file=path.name, weights=f"{path.name}.data", reference=reference.name,
@@ -140,12 +144,9 @@ def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: 
     if not integer_products_are_exact():
         progress.say("    integer products saturate on this processor: int8 in blocks")
         return {}
-    with progress.step(f"{request.name}: write text to calibrate on"):
-        texts = self_written(model, tokenizer, longest=request.profile.capacity)
+    texts = _texts(model, request, tokenizer, progress)
     with progress.step(f"{request.name}: choose integer products"):
-        named = product_groups(request.traced.graph, weights_of(model))
-        groups = [tuple(name.removeprefix("decoder.") for name in group) for group in named]
-        groups = [group for group in groups if all(is_linear(model, name) for name in group)]
+        groups = _linear_groups(model, request)
         forms, _ = plan(
             model, groups, observe(model, texts, groups), texts[:4],
             clock=lambda shape, kind: product_seconds(shape, kind, widths=request.profile.verify_widths),
@@ -153,6 +154,36 @@ def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: 
     counts = Counter(form.kind for form in forms.values())
     progress.say("    products: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS))
     return {f"decoder.{name}": form for name, form in forms.items()}
+
+
+def _fit_blocks(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> None:
+    """Round the weights that blocks of 4 bits will hold, on what the model itself writes."""
+    groups = _linear_groups(model, request)
+    left = to_round(model, groups, vocab_size=request.dims.vocab_size)
+    count = sum(map(len, left))
+    progress.say(
+        f"    {count} matrices to round to 4 bits; {sum(map(len, groups)) - count} keep their values or 8 bits"
+    )
+    if not left:
+        return
+    texts = _texts(model, request, tokenizer, progress)
+    with progress.step(f"{request.name}: read it"):
+        inputs = inputs_of(model, texts, left)
+    size = sum(model.get_parameter(name).numel() for group in left for name in group)
+    with progress.bar(f"{request.name}: round weights to 4 bits", size) as advance:
+        fit_blocks(model, left, inputs, advance)
+
+
+def _texts(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> list[list[int]]:
+    with progress.step(f"{request.name}: write text to calibrate on"):
+        return self_written(model, tokenizer, longest=request.profile.capacity)
+
+
+def _linear_groups(model: Any, request: EngineRequest) -> list[tuple[str, ...]]:
+    """Return the names of the linear layers' weights that are multiplied with the same value, for each such value."""
+    named = product_groups(request.traced.graph, weights_of(model))
+    groups = [tuple(name.removeprefix("decoder.") for name in group) for group in named]
+    return [group for group in groups if all(is_linear(model, name) for name in group)]
 
 
 def _write_graph(
@@ -179,7 +210,7 @@ def _prove_structure(
         runner = parity.GraphRunner(
             twin, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile, as_written=True
         )
-        measured = parity.compare(rounded, [parity.graph_logits(runner, ids, profile) for ids in texts])
+        measured = parity.compare(rounded, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     finally:
         twin.unlink()
     parity.check(measured, "fp32", f"{request.checkpoint.name} with rounded weights")
@@ -191,7 +222,7 @@ def _prove(
     """Compare the written graph with the source, and find the widths that give equal bits."""
     profile = request.profile
     runner = parity.GraphRunner(path, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile)
-    measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts])
+    measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     parity.check(measured, profile.precision, request.checkpoint.name)
     widths = sorted({*profile.verify_widths, profile.prefill_width})
     exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)

@@ -152,22 +152,32 @@ def graph_logits(runner: GraphRunner, ids: Sequence[int], profile: Profile) -> N
     return np.concatenate(rows)
 
 
-def compare(source: Sequence[NDArray[np.float32]], graph: Sequence[NDArray[np.float32]]) -> Parity:
-    """Measure the distance between two sets of logits, row by row, in float64."""
+def compare(
+    source: Sequence[NDArray[np.float32]], graph: Sequence[NDArray[np.float32]], texts: Sequence[Sequence[int]]
+) -> Parity:
+    """Measure the distance between two sets of logits [n, V] over texts of n tokens, row by row, in float64."""
     if not all(np.isfinite(rows).all() for rows in graph):
         raise ExportError("the graph gives logits that are not numbers")
     diffs, kls, same = [], [], []
-    for theirs, ours in zip((r for t in source for r in t), (r for t in graph for r in t), strict=True):
+    likelihoods: list[tuple[float, float]] = []  # of the next token: source, graph
+    following = (token for ids in texts for token in (*ids[1:], None))
+    rows = zip((r for t in source for r in t), (r for t in graph for r in t), following, strict=True)
+    for theirs, ours, token in rows:
         log_p, log_q = _log_softmax(theirs), _log_softmax(ours)
         diffs.append(float(np.abs(ours - theirs).max()))
         kls.append(max(0.0, float(np.exp(log_p) @ (log_p - log_q))))
         same.append(int(ours.argmax()) == int(theirs.argmax()))
+        if token is not None:
+            likelihoods.append((log_p[token], log_q[token]))
+    source_perplexity, perplexity = np.exp(-np.mean(likelihoods, axis=0)).tolist() if likelihoods else (1.0, 1.0)
     return Parity(
         num_rows=len(same),
         max_abs_diff=max(diffs),
         mean_kl=sum(kls) / len(kls),
         max_kl=max(kls),
         top1_agreement=sum(same) / len(same),
+        perplexity=perplexity,
+        source_perplexity=source_perplexity,
     )
 
 

@@ -64,10 +64,15 @@ def quantize_offset(weight: NDArray[np.float32]) -> OffsetBlocks:
     A block whose values lie on a grid of at most 16 already (a checkpoint that was 4-bit before) keeps them as they
     are. Where the grid contains 0, the offset is 0.
     """
-    on_grid = bool(_grid(weight[:_SAMPLE].reshape(-1, weight.shape[1] // BLOCK, BLOCK))[1].mean() > 0.5)
+    on_grid = lies_on_grid(weight)
     parts = [_offset_rows(weight[start : start + _ROWS], on_grid) for start in range(0, len(weight), _ROWS)]
     packed, scales, offsets = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return OffsetBlocks(packed, scales, np.ascontiguousarray(offsets.T))
+
+
+def lies_on_grid(weight: NDArray[np.float32]) -> bool:
+    """Tell, from a few rows, whether most blocks of a [N, K] matrix lie on grids of at most 16 values."""
+    return bool(_grid(weight[:_SAMPLE].reshape(-1, weight.shape[1] // BLOCK, BLOCK))[1].mean() > 0.5)
 
 
 def dequantize_offset(matrix: OffsetBlocks) -> NDArray[np.float32]:
@@ -137,8 +142,9 @@ def dequantize_rows(matrix: QuantizedRows) -> NDArray[np.float32]:
 def quantize(weight: NDArray[np.float32], *, bits: int) -> QuantizedMatrix:
     """Round a [N, K] matrix to `bits` (4 or 8) per value between each block's minimum and maximum.
 
-    The range always contains 0, so that zeros stay zeros. K is padded with zeros to a multiple of 32. Works through
-    a few rows at a time, so that it needs little more memory than its result.
+    The range always contains 0, so that zeros stay zeros. A block that holds whole multiples of a 127th of its
+    largest magnitude (GGUF Q8_0) keeps its values at 8 bits. K is padded with zeros to a multiple of 32. Works
+    through a few rows at a time, so that it needs little more memory than its result.
     """
     parts = [_quantize_rows(weight[start : start + _ROWS], bits) for start in range(0, len(weight), _ROWS)]
     return QuantizedMatrix(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -156,6 +162,12 @@ def _quantize_rows(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[Any]
     scales = ((high - low) / top).astype(np.float32)
     inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     zeros = np.clip(np.rint(-low * inverse), 0, top)
+    if bits == 8:
+        steps = np.maximum(high, -low) / np.float32(127)
+        multiples = np.divide(values, steps[..., None], out=np.zeros_like(values), where=steps[..., None] > 0)
+        exact = np.abs(multiples - np.rint(multiples)).max(-1) <= 127 * _TOLERANCE
+        scales, zeros = np.where(exact, steps, scales), np.where(exact, 128, zeros)
+        inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     quantized = np.clip(np.rint(values * inverse[..., None]) + zeros[..., None], 0, top).astype(np.uint8)
     return _pack(quantized, bits), scales, _pack(zeros.astype(np.uint8), bits)
 

@@ -45,7 +45,8 @@ class Parity:
     """How far an exported graph is from its source model, over `num_rows` rows of logits.
 
     `max_abs_diff` is in logits; `mean_kl` and `max_kl` are KL(source || exported) in nats; `top1_agreement` is
-    the share of rows with the same argmax.
+    the share of rows with the same argmax. `perplexity` is exp of the mean negative log-likelihood, in nats, of the
+    texts' next tokens, `source_perplexity` that of the source.
     """
 
     num_rows: int
@@ -53,6 +54,8 @@ class Parity:
     mean_kl: float
     max_kl: float
     top1_agreement: float
+    perplexity: float
+    source_perplexity: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,8 @@ def _engine(engine: EngineSpec) -> list[str]:
         f"prefill in chunks of {engine.prefill_width}, verify widths {_list(engine.verify_widths)} "
         f"(bit-equal when exported: {_list(engine.exact_widths)})",
         f"against its source over {parity.num_rows} rows: max |diff| {parity.max_abs_diff:.2g}, "
-        f"mean KL {parity.mean_kl:.2g}, top-1 {parity.top1_agreement:.1%}",
+        f"mean KL {parity.mean_kl:.2g}, top-1 {parity.top1_agreement:.1%}, "
+        f"perplexity {parity.perplexity:.2f} (source {parity.source_perplexity:.2f})",
     ]
 
 

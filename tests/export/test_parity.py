@@ -32,22 +32,25 @@ from specrt_profiles.manifest import Parity, read_manifest
 
 Rows = NDArray[np.float32]
 GOOD = {"num_rows": 9, "max_abs_diff": 1e-5, "mean_kl": 1e-9, "max_kl": 1e-8, "top1_agreement": 1.0}
+GOOD |= {"perplexity": 9.0, "source_perplexity": 9.0}
 
 
 def test_comparison_measures_kl_in_nats_and_the_largest_difference() -> None:
     source = np.log(np.array([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]], np.float32))
     graph = np.log(np.array([[0.125, 0.75, 0.125], [0.5, 0.25, 0.25]], np.float32))
-    found = compare([source], [graph + np.array([[0.0], [3.0]], np.float32)])
+    found = compare([source], [graph + np.array([[0.0], [3.0]], np.float32)], [[2, 1]])
     assert found.num_rows == 2
     assert found.max_abs_diff == pytest.approx(3.0)
     assert found.max_kl == pytest.approx(0.5 * np.log(4) - 0.25 * np.log(3) + 0.25 * np.log(2), rel=1e-6)
     assert found.mean_kl == pytest.approx(found.max_kl / 2, rel=1e-6)
     assert found.top1_agreement == 0.5
+    assert found.source_perplexity == pytest.approx(4.0), "the first row tells the second token; the last row none"
+    assert found.perplexity == pytest.approx(4 / 3)
 
 
 def test_large_logits_do_not_overflow() -> None:
     rows = np.array([[3e4, -3e4, 2.9e4]], np.float32)
-    assert compare([rows], [rows]).mean_kl == 0.0
+    assert compare([rows], [rows], [[0]]).mean_kl == 0.0
 
 
 def test_a_distance_within_the_bounds_passes() -> None:
@@ -178,7 +181,7 @@ def test_a_wrong_structure_fails_the_export_at_every_precision(
 
 def test_logits_that_are_no_numbers_are_said_to_be_none() -> None:
     with pytest.raises(ExportError, match="not numbers"):
-        compare([np.zeros((1, 3), np.float32)], [np.array([[0, np.nan, 1]], np.float32)])
+        compare([np.zeros((1, 3), np.float32)], [np.array([[0, np.nan, 1]], np.float32)], [[0]])
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,21 @@ def test_a_matrix_that_was_4_bit_before_keeps_its_values(centred: bool) -> None:
         assert not found.offsets.any(), "a grid that contains 0 needs no offset"
 
 
+def test_a_matrix_that_was_8_bit_before_keeps_its_values_to_the_bit() -> None:
+    rng = np.random.default_rng(3)
+    scale = rng.lognormal(-4, 1, (40, 3, 1)).astype(np.float16).astype(np.float32)
+    values = rng.integers(-127, 128, (40, 3, BLOCK)).astype(np.float32)
+    values[..., 5] = 127 * rng.choice([-1, 1], (40, 3))  # as GGUF Q8_0 makes its blocks
+    values[7] = 0
+    weight = (scale * values).reshape(40, -1)
+    np.testing.assert_array_equal(dequantize(quantize(weight, bits=8), bits=8, columns=96), weight)
+    weight[2, 40] *= 1.01  # off the grid: rounded, and only its block
+    error = np.abs(dequantize(quantize(weight, bits=8), bits=8, columns=96) - weight)
+    assert error[2, 32:64].any()
+    error[2, 32:64] = 0
+    assert not error.any()
+
+
 def test_blocks_that_use_few_of_their_values_are_kept_too() -> None:
     weight = four_bit(20, 4, centred=False, levels=3)
     weight[3, :BLOCK] = 0.25

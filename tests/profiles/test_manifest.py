@@ -60,7 +60,15 @@ def engine(name: str) -> EngineSpec:
         vocab_size=DIMS.vocab_size,
         inputs=ort_inputs(DIMS, PROFILE),
         outputs=ort_outputs(DIMS, PROFILE),
-        parity=Parity(num_rows=7, max_abs_diff=1e-5, mean_kl=0.0, max_kl=0.0, top1_agreement=1.0),
+        parity=Parity(
+            num_rows=7,
+            max_abs_diff=1e-5,
+            mean_kl=0.0,
+            max_kl=0.0,
+            top1_agreement=1.0,
+            perplexity=9.0,
+            source_perplexity=9.0,
+        ),
         exact_widths=(2, 4),
     )
 

@@ -1,0 +1,106 @@
+"""Round weights to 4 bits so that products change least on text that the model writes (GPTQ, Frantar et al. 2022).
+
+The weights of a layer are put on grids of 16 values per block of 32, column by column; what a column loses is made up
+for by the columns after it, as far as the layer's inputs let it. Matrices that lie on such grids already are left
+alone. What comes out is stored exactly, as a checkpoint that was 4-bit before is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from specrt_export.editor import as_rows
+from specrt_export.integer import Group, is_stored_transposed
+from specrt_export.quantize import BLOCK, lies_on_grid
+
+_DAMPING = 0.01  # of the mean of the Hessian's diagonal, as the paper has it
+_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of a block's range: values at its ends may be cut for a finer grid
+_LEVELS = 15
+
+
+def to_round(model: nn.Module, groups: Sequence[Group], *, vocab_size: int) -> list[Group]:
+    """Return of each group the weights that are to be held in blocks of 4 bits, and cannot be as they are.
+
+    The output matrix, with `vocab_size` rows, is not: it gets 8 bits.
+    """
+
+    def changes(name: str) -> bool:
+        rows = _rows(model, name)
+        return len(rows) != vocab_size and rows.shape[1] % BLOCK == 0 and not lies_on_grid(rows)
+
+    left = [tuple(name for name in group if changes(name)) for group in groups]
+    return [names for names in left if names]
+
+
+def fit_blocks(
+    model: nn.Module, groups: Sequence[Group], inputs: Mapping[str, torch.Tensor], advance: Callable[[int], object]
+) -> None:
+    """Round a model's weights in place, to float32 whatever type they had.
+
+    groups: parameter names of products with one input; inputs: what each group saw [n, K], by its first name.
+    `advance` is told how many weights are done.
+    """
+    for group in groups:
+        factor = inverse_factor(inputs[group[0]].float())
+        for name in group:
+            fitted = fit_matrix(torch.from_numpy(_rows(model, name).copy()), factor)
+            model.get_parameter(name).data = fitted if _is_rows(model, name) else fitted.T.contiguous()
+            advance(fitted.numel())
+
+
+def inverse_factor(inputs: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor [K, K] of the inverse of the inputs' damped second moments."""
+    moments = inputs.T @ inputs / len(inputs)
+    diagonal = moments.diagonal()
+    diagonal += _DAMPING * diagonal.mean() + 1e-12
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    factor: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor
+
+
+def fit_matrix(weight: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return a [N, K] matrix with each block of 32 along K on a grid of 16 values; `weight` is used up."""
+    for start in range(0, weight.shape[1], BLOCK):
+        end = start + BLOCK
+        block, local = weight[:, start:end], factor[start:end, start:end]
+        low, step = _grid_of(block, 1 / local.diagonal() ** 2)
+        errors = torch.empty_like(block)
+        for j in range(BLOCK):
+            column = block[:, j].clone()
+            block[:, j] = _on_grid(column[:, None], low, step)[:, 0]
+            errors[:, j] = (column - block[:, j]) / local[j, j]
+            block[:, j + 1 :] -= errors[:, j, None] * local[j, j + 1 :]
+        weight[:, end:] -= errors @ factor[start:end, end:]
+    return weight
+
+
+def _grid_of(block: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lowest value and step [N, 1] of the grid that serves a block [N, 32] best among shrunken ranges."""
+    least, most = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
+    middle = (least + most) / 2
+    best = torch.full_like(least, torch.inf)
+    low, step = least, most - least
+    for share in _SHRINK:
+        trial_low = middle + share * (least - middle)
+        trial_step = ((most - least) * share / _LEVELS).clamp_min(1e-30)
+        error = ((_on_grid(block, trial_low, trial_step) - block) ** 2 * importance).sum(1, keepdim=True)
+        better = error < best
+        low, step = torch.where(better, trial_low, low), torch.where(better, trial_step, step)
+        best = torch.minimum(best, error)
+    return low, step
+
+
+def _on_grid(values: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    number: torch.Tensor = ((values - low) / step).round_().clamp_(0, _LEVELS)
+    return number * step + low
+
+
+def _rows(model: nn.Module, name: str) -> NDArray[np.float32]:
+    return as_rows(model.get_parameter(name), _is_rows(model, name))
+
+
+def _is_rows(model: nn.Module, name: str) -> bool:
+    return is_stored_transposed(model.get_submodule(name.rpartition(".")[0]))
