@@ -1,6 +1,7 @@
 """The plot of `specrt bench --engine`: time of a call against rows and against context length."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,23 +54,30 @@ def _plot_rows(axes: "Axes", report: EngineReport) -> None:
         axes.plot(ticks, floors, "--", color=colour, label=f"{engine.name}, reading at {report.gb_per_s:.0f} GB/s")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks(ticks, [str(n) for n in ticks])
     axes.set_xticks([], minor=True)
-    axes.set(xlabel="rows of the call", ylabel="time of the call (ms)", title=f"Context of {report.context} tokens")
+    axes.set(
+        xlabel="rows of the call",
+        ylabel="time of the call (ms)",
+        title=f"Against rows, at a context of {report.context} tokens",
+    )
     _finish(axes)
 
 
 def _plot_context(axes: "Axes", report: EngineReport) -> None:
-    longest = max(call.context for call in report.calls)
     for number, engine in enumerate(report.engines):
         calls = [call for call in report.calls if call.engine == engine.name]
-        few = sorted(call.rows for call in calls if call.context == longest)
+        lengths = Counter(call.rows for call in calls)
+        few = [rows for rows, count in sorted(lengths.items()) if count == max(lengths.values())]
         for style, rows in zip(("o-", "s--", "^:"), few, strict=False):
             line = sorted((call for call in calls if call.rows == rows), key=lambda call: call.context)
             label = f"{engine.name}, {rows} row{'s' if rows > 1 else ''}"
             axes.plot([call.context for call in line], _milliseconds(line), style, color=f"C{number}", label=label)
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="context (tokens in the KV buffers)", ylabel="time of the call (ms)", title="Context length")
+    axes.set(
+        xlabel="context (tokens in the KV buffers)", ylabel="time of the call (ms)", title="Against context length"
+    )
     _finish(axes)
 
 
