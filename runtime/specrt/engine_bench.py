@@ -29,7 +29,7 @@ from specrt_profiles.manifest import EngineSpec
 _CONTEXT = 256  # tokens
 _CONTEXTS = (0, 256, 1024)  # what a call costs against context length; the longest that fits is added
 _ROWS = (1, 8, 32)  # besides the verify widths
-_CALLS = 3  # one after the other, per round and setting
+_CALLS = 3  # and readings of memory, one after the other, per round and setting
 
 Clock = Callable[[], float]
 Shape = tuple[int, int]  # rows, context
@@ -133,7 +133,7 @@ def measure(
             seconds = sample()
             if number:
                 rounds.append(seconds)
-        readings.append(reader.seconds(clock))
+        readings += [reader.seconds(clock) for _ in range(_CALLS)]
         on_round()
     return min(readings)
 

@@ -74,7 +74,7 @@ class EngineReport:
     """Everything that `specrt bench --engine` measured.
 
     context: tokens in the KV buffers where rows are compared. verify_widths: the target's ladder here. gb_per_s: the
-    memory bandwidth, the best of the rounds, of reads of read_bytes with `threads` threads.
+    memory bandwidth, the best of all reads of read_bytes with `threads` threads.
     """
 
     machine: str

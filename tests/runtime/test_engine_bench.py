@@ -100,7 +100,7 @@ def run(timed: SimpleNamespace, *, repeats: int, readings: Sequence[float] = (1.
 
 def test_every_round_visits_all_settings_in_turn(timed: SimpleNamespace) -> None:
     run(timed, repeats=2)
-    a_round = [*[(1, 8)] * 4, *[(2, 8)] * 4, *[(1, 30)] * 4, ("prefill", 16), "memory", "round"]
+    a_round = [*[(1, 8)] * 4, *[(2, 8)] * 4, *[(1, 30)] * 4, ("prefill", 16), *["memory"] * 3, "round"]
     assert timed.log == [("prefill", 32), *a_round * num_rounds(2)]
     assert num_rounds(2) == 3
 
@@ -119,7 +119,7 @@ def test_the_first_round_and_the_first_call_of_a_setting_are_not_counted(timed: 
 
 
 def test_the_bandwidth_is_that_of_the_fastest_reading(timed: SimpleNamespace) -> None:
-    assert run(timed, repeats=2, readings=[5.0, 3.0, 4.0]) == 3.0
+    assert run(timed, repeats=2, readings=[5.0, 3.0, 4.0, 6.0, 2.0, *[7.0] * 4]) == 2.0
 
 
 def test_costs_are_computed_from_the_median_round(timed: SimpleNamespace) -> None:
@@ -149,6 +149,11 @@ def test_rows_are_those_of_decoding_verification_and_two_more() -> None:
         (rows, context) for context in (0, 1024, 2042) for rows in (1, 2, 6)
     ]
     assert len(set(shapes)) == len(shapes)
+
+
+@pytest.mark.parametrize(("k", "widths"), [(0, {1, 2}), (3, {1, 2, 4}), (4, {1, 2, 6}), (40, {1, 2, 16})])
+def test_context_lengths_are_compared_at_the_width_that_verifies_k_tokens(k: int, widths: set[int]) -> None:
+    assert {rows for rows, context in plan(LADDER, k, context=256, capacity=2048) if context == 1024} == widths
 
 
 @pytest.mark.parametrize("context", [0, 100, 112])

@@ -29,8 +29,8 @@ REPORT = EngineReport(
         for name in ("target", "draft")
     ),
     calls=tuple(
-        call(name, rows, context) for name in ("target", "draft") for context in (0, 256) for rows in (1, 2, 6, 32)
-        if rows != 32 or context == 256
+        call(name, rows, context) for name in ("target", "draft") for context in (0, 256) for rows in (1, 2, 4, 6, 32)
+        if rows not in (4, 32) or context == 256
     ),
     break_even=(),
 )  # fmt: skip
@@ -68,6 +68,7 @@ def test_another_ending_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_plot(tmp_path / "calls.png")
+    check_plot(tmp_path / "calls.SVG")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RequestError, match=r"^plot: expected a folder at .*nowhere, found none: make it first"):
         check_plot(tmp_path / "nowhere" / "calls.png")
