@@ -157,7 +157,7 @@ Examples:
     "--context",
     type=click.IntRange(min=0),
     metavar="N",
-    help="With --engine: tokens in the KV buffers where rows are compared.  [default: 256]",
+    help="With --engine: tokens in the KV buffers where rows are compared.  [default: 256, at most half the capacity]",
 )
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --engine: draw it as well, .png or .svg."
