@@ -1,12 +1,15 @@
 """Options and input shared by the commands."""
 
+import contextlib
+import io
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from specrt.errors import RequestError
 
@@ -90,6 +93,23 @@ def given(options: Mapping[str, Any]) -> Any:
     """Return the options that were set on the command line; 0 counts as set."""
     unset: tuple[Any, ...] = ((), [], {})
     return {name: v for name, v in options.items() if v is not None and v is not False and v not in unset}
+
+
+def refuse_all_but(*names: str) -> None:
+    """Raise `UsageError` for an option that was given but is not in `names`; the first leaves it without effect."""
+    context = click.get_current_context()
+    flags = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
+    for name, flag in flags.items():
+        if name not in names and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"{flag} has no effect with {flags[names[0]]}: leave it out")
+
+
+@contextlib.contextmanager
+def progress(length: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal's standard error; yield what moves it on by one of `length` steps."""
+    where = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    with click.progressbar(length=length, label="bench", file=where) as bar:
+        yield lambda: bar.update(1)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

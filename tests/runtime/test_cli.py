@@ -353,6 +353,43 @@ def test_bench_generates_128_tokens_unless_told_otherwise(tiny_artifact: Path, t
     assert {row["num_tokens"] for row in json.loads(run(*words, "--max-tokens", 0).stdout)["rows"]} == {0}
 
 
+ENGINE_KEYS = {
+    "artifact", "machine", "engine_version", "threads", "repeats", "context", "verify_widths", "read_bytes", "gb_per_s",
+    "engines", "calls", "break_even",
+}  # fmt: skip
+
+
+def test_bench_engine_prints_what_calls_cost_and_draws_it(tiny_artifact: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "calls.svg"
+    words = ("bench", tiny_artifact, "--engine", "--repeats", 1, "--threads", 1)
+    result = run(*words, "--plot", plot)
+    assert result.stderr == ""
+    assert "1 threads" in result.stdout.splitlines()[0]
+    assert "median of 1 rounds" in result.stdout.splitlines()[0]
+    for words_of_line in (["target", "64", "16"], ["draft", "64", "32"], ["target", "0", "1"]):
+        assert any(line.split()[:3] == words_of_line for line in result.stdout.splitlines())
+    assert "<svg" in plot.read_text("utf-8")
+    data = json.loads(run(*words, "--context", 20, "--json").stdout)
+    assert set(data) == ENGINE_KEYS
+    assert (data["artifact"], data["threads"], data["context"]) == (str(tiny_artifact), 1, 20)
+    assert {call["rows"] for call in data["calls"] if call["context"] == 20} == {1, 2, 4, 6, 8, 10, 16, 32}
+
+
+@pytest.mark.parametrize(("words", "repeats"), [((), 9), (("--repeats", 2), 2)])
+def test_bench_engine_makes_9_rounds_unless_told_otherwise(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], repeats: int
+) -> None:
+    asked: list[Any] = []
+
+    def stop(model: Any, **named: Any) -> None:
+        asked.append(named["repeats"])
+        raise specrt.RequestError("enough")
+
+    monkeypatch.setattr("specrt.engine_bench.run_engine_bench", stop)
+    run("bench", tiny_artifact, "--engine", *words, code=1)
+    assert asked == [repeats]
+
+
 def test_check_prints_what_it_found(tiny_artifact: Path) -> None:
     result = run("check", tiny_artifact, "--threads", 1)
     assert "sizes and SHA-256 as in the manifest" in result.stdout

@@ -118,6 +118,20 @@ ELSEWHERE: dict[str, tuple[list[str], str]] = {
     "bench limit": (["bench", "{artifact}", "--limit", "0"], "0 is not in the range x>=1"),
     "bench drafter": (["bench", "{artifact}", "--drafter", "x", "--prompts", "{prompts}"], "drafter: the artifact has"),
     "bench long": (["bench", "{artifact}", "--limit", "1"], "the capacity is 128: shorten it"),
+    "bench engine context": (
+        ["bench", "{artifact}", "--engine", "--context", "113"],
+        "context: expected 0 to 112, the capacity less the widest",
+    ),
+    "bench engine ks": (
+        ["bench", "{artifact}", "--engine", "--ks", "3"],
+        "--ks has no effect with --engine: leave it out",
+    ),
+    "bench engine raw": (["bench", "{artifact}", "--engine", "--raw"], "--raw has no effect with --engine"),
+    "bench engine k": (["bench", "{artifact}", "--engine", "-k", "0"], "-k has no effect with --engine"),
+    "bench engine seed": (["bench", "{artifact}", "--seed", "1", "--engine"], "--seed has no effect with --engine"),
+    "bench engine plot": (["bench", "nowhere", "--engine", "--plot", "a.pdf"], "ends in .png or .svg, found 'a.pdf'"),
+    "bench plot": (["bench", "{artifact}", "--plot", "a.png"], "--plot needs --engine"),
+    "bench context": (["bench", "{artifact}", "--context", "0"], "--context needs --engine"),
     "models option": (["models", "--all"], "No such option '--all'"),
     "export without out": (["export", "smollm2-135m"], "Missing option '-o' / '--out'"),
 }

@@ -37,11 +37,12 @@ THIRD_PARTY = {
         "cli*.py": {"click"},
         "text.py": {"tokenizers", "jinja2"},
         "engine_ort.py": {"onnxruntime"},
+        "engine_plot.py": {"matplotlib"},
     },
     "specrt_export": {"*": {"click", "numpy", "tokenizers", "onnxruntime", *EXPORT_ONLY}},
     "specrt_profiles": {"*": {"numpy"}},
 }
-HEAVY = ("torch", "onnx", "transformers", "onnxruntime", "tokenizers", "jinja2", "click", "specrt_export")
+HEAVY = ("torch", "onnx", "transformers", "onnxruntime", "tokenizers", "jinja2", "click", "matplotlib", "specrt_export")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -207,4 +208,4 @@ def test_every_import_of_a_package_is_declared() -> None:
     base = {line.partition(">")[0] for line in project["dependencies"]}
     runtime = {name for package, path in FILES if package != "specrt_export" for name in imports(path)}
     internal = set(PACKAGES) | set(sys.stdlib_module_names)
-    assert runtime - internal - {"onnxruntime"} == base
+    assert runtime - internal - {"onnxruntime", "matplotlib"} == base
