@@ -41,6 +41,7 @@ Examples:
     type=click.Choice(["fp32", "int8", "int4"]),
     help="Weights of a draft model.  [default: the profile's]",
 )
+@click.option("--kv-precision", type=click.Choice(["fp32", "int8"]), help="Keys and values.  [default: the profile's]")
 @click.option("--capacity", type=int, help="Longest sequence in tokens.  [default: the profile's]")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option(
@@ -54,8 +55,8 @@ Examples:
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def export_command(
     model: str | None, out: Path, draft: str | None, profile: str | None, precision: str | None,
-    draft_precision: str | None, capacity: int | None, revision: str | None, add_to: Path | None,
-    cache_dir: Path, overwrite: bool,
+    draft_precision: str | None, kv_precision: str | None, capacity: int | None, revision: str | None,
+    add_to: Path | None, cache_dir: Path, overwrite: bool,
 ) -> None:  # fmt: skip
     """Turn MODEL into an artifact.
 
@@ -70,14 +71,20 @@ def export_command(
     from specrt_export.progress import Progress
 
     if add_to is not None:
-        fixed = {"--profile": profile, "--precision": precision, "--capacity": capacity, "--revision": revision}
+        fixed: dict[str, object] = {
+            "--profile": profile, "--precision": precision, "--kv-precision": kv_precision, "--capacity": capacity,
+            "--revision": revision,
+        }  # fmt: skip
         if given := [name for name, value in fixed.items() if value is not None]:
             raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
         if draft is None:
             raise click.UsageError("--add-to needs a --draft: a model, ngram or none")
     if draft_precision is not None and draft in (None, *NO_ENGINE):
         raise click.UsageError("--draft-precision needs a draft model: --draft MODEL")
-    chosen = load_profile(profile or "cpu", precision=precision, draft_precision=draft_precision, capacity=capacity)
+    chosen = load_profile(
+        profile or "cpu", precision=precision, draft_precision=draft_precision, kv_precision=kv_precision,
+        capacity=capacity,
+    )  # fmt: skip
     request = ExportRequest(
         model=model, draft=draft or "ngram", profile=chosen, out=out, cache_dir=cache_dir,
         revision=revision, add_to=add_to, overwrite=overwrite,

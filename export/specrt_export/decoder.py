@@ -88,6 +88,11 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"decoder.{name}": tensor.data for name, tensor in named if tensor.is_floating_point()}
 
 
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the argument that takes the cache: transformers renamed it; either release works."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class _RotationIsNotLastError(Exception):
     """Something happens to query or key between rotation and attention."""
 
@@ -132,9 +137,7 @@ class _Wrapper(nn.Module):
         self.decoder = decoder
         self.call: Call | None = None
         self._rows: torch.Tensor | None = None
-        # transformers renamed the argument; both names are tried so that either release works
-        known = inspect.signature(decoder.forward).parameters
-        self._cache = "cache" if "cache" in known else "past_key_values"
+        self._cache = cache_argument(decoder)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, seqlens_k: torch.Tensor,

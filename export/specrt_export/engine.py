@@ -2,8 +2,9 @@
 
 import gc
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
 from specrt_export.fit import fit_blocks, to_round
 from specrt_export.integer import KINDS, Form, is_linear, plan
+from specrt_export.kv import Scales, kv_scales
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
 from specrt_export.support import TASK
@@ -28,6 +30,8 @@ from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo, Parity
 from specrt_profiles.profile import Profile
 from specrt_profiles.reference import write_reference
 from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+
+Texts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +75,15 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         source = parity.source_logits(model, texts)
         write_reference(reference, texts, source)
     path = folder / f"{name}.onnx"
+    written = cache(partial(_self_written, model, request, tokenizer, progress))
     if profile.precision == "int4":
-        _fit_blocks(model, request, tokenizer, progress)
-    forms = _choose_forms(model, request, tokenizer, progress) if profile.precision == "int8" else None
-    hashes, rounding = _write_graph(model, request, forms, path, progress)
+        _fit_blocks(model, request, written, progress)
+    forms = _choose_forms(model, request, written, progress) if profile.precision == "int8" else None
+    scales = kv_scales(model, written()) if profile.kv_precision == "int8" else None
+    hashes, rounding = _write_graph(model, request, (forms, scales), path, progress)
+    weight_bytes = graph.read_bytes(request.traced)
     rounded = None
-    if rounding:
+    if rounding or scales:
         with progress.step(f"{name}: logits of the source with rounded weights"):
             rounded = parity.source_logits(model, texts[:1], rounding)
     del model
@@ -95,7 +102,7 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         precision=profile.precision,
         model=_model_info(request.checkpoint, architecture), capacity=profile.capacity, slots=profile.slots,
         prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=request.dims.vocab_size,
-        inputs=ort_inputs(request.dims, profile), outputs=ort_outputs(request.dims, profile),
+        weight_bytes=weight_bytes, inputs=ort_inputs(request.dims, profile), outputs=ort_outputs(request.dims, profile),
         parity=measured, exact_widths=exact,
     )  # fmt: skip
     files = {file: FileEntry(size=(folder / file).stat().st_size, sha256=digest) for file, digest in hashes.items()}
@@ -136,7 +143,9 @@ def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:
         )
 
 
-def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> dict[str, Form]:
+def _choose_forms(
+    model: Any, request: EngineRequest, written: Callable[[], Texts], progress: Progress
+) -> dict[str, Form]:
     """Scale and choose integer products by what the model itself writes; return their forms by initializer name.
 
     Products that belong to no linear layer have no form, and none has where the processor's integer products saturate.
@@ -144,7 +153,7 @@ def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: 
     if not integer_products_are_exact():
         progress.say("    integer products saturate on this processor: int8 in blocks")
         return {}
-    texts = _texts(model, request, tokenizer, progress)
+    texts = written()
     with progress.step(f"{request.name}: choose integer products"):
         groups = _linear_groups(model, request)
         forms, _ = plan(
@@ -156,7 +165,7 @@ def _choose_forms(model: Any, request: EngineRequest, tokenizer: Any, progress: 
     return {f"decoder.{name}": form for name, form in forms.items()}
 
 
-def _fit_blocks(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> None:
+def _fit_blocks(model: Any, request: EngineRequest, written: Callable[[], Texts], progress: Progress) -> None:
     """Round the weights that blocks of 4 bits will hold, on what the model itself writes."""
     groups = _linear_groups(model, request)
     left = to_round(model, groups, vocab_size=request.dims.vocab_size)
@@ -166,7 +175,7 @@ def _fit_blocks(model: Any, request: EngineRequest, tokenizer: Any, progress: Pr
     )
     if not left:
         return
-    texts = _texts(model, request, tokenizer, progress)
+    texts = written()
     with progress.step(f"{request.name}: read it"):
         inputs = inputs_of(model, texts, left)
     size = sum(model.get_parameter(name).numel() for group in left for name in group)
@@ -174,7 +183,7 @@ def _fit_blocks(model: Any, request: EngineRequest, tokenizer: Any, progress: Pr
         fit_blocks(model, left, inputs, advance)
 
 
-def _texts(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> list[list[int]]:
+def _self_written(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> Texts:
     with progress.step(f"{request.name}: write text to calibrate on"):
         return self_written(model, tokenizer, longest=request.profile.capacity)
 
@@ -187,12 +196,19 @@ def _linear_groups(model: Any, request: EngineRequest) -> list[tuple[str, ...]]:
 
 
 def _write_graph(
-    model: Any, request: EngineRequest, forms: Mapping[str, Form] | None, path: Path, progress: Progress
+    model: Any,
+    request: EngineRequest,
+    chosen: tuple[Mapping[str, Form] | None, Scales | None],
+    path: Path,
+    progress: Progress,
 ) -> tuple[dict[str, str], dict[str, Round]]:
-    """Fuse and write the graph with its weights; return each file's SHA-256, and the rounding by parameter name."""
+    """Fuse and write the graph with its weights; return each file's SHA-256, and the rounding by parameter name.
+
+    chosen: the forms of int8 products and the scales of int8 keys and values, where there are such.
+    """
     profile, traced = request.profile, request.traced
     with progress.step(f"{request.name}: fuse the graph"):
-        rounding = graph.finish(traced, weights_of(model), profile.precision, forms)
+        rounding = graph.finish(traced, weights_of(model), profile.precision, *chosen)
         graph.lint(traced.graph, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile))
     with progress.bar(f"{request.name}: write weights as {profile.precision}", graph.data_bytes(traced)) as advance:
         hashes = graph.save(traced, path, advance)
@@ -204,7 +220,7 @@ def _prove_structure(
 ) -> None:
     """Compare the graph, with products in fp32, with the source that computes with the same rounded weights."""
     twin = path.with_name(f"{request.name}-fp32-arithmetic.onnx")
-    profile = request.profile
+    profile = replace(request.profile, kv_precision="fp32")
     graph.save_in_fp32_arithmetic(request.traced, twin)
     try:
         runner = parity.GraphRunner(
@@ -223,7 +239,8 @@ def _prove(
     profile = request.profile
     runner = parity.GraphRunner(path, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile)
     measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
-    parity.check(measured, profile.precision, request.checkpoint.name)
+    rounds_kv_alone = profile.precision == "fp32" and profile.kv_precision == "int8"
+    parity.check(measured, "int8" if rounds_kv_alone else profile.precision, request.checkpoint.name)
     widths = sorted({*profile.verify_widths, profile.prefill_width})
     exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)
     ladder = exact.ladder(profile.verify_widths)

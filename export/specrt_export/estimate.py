@@ -28,7 +28,7 @@ def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile, *, tie
     inner = max(0, checkpoint.num_parameters - tables)
     outer = 1 + 5 / 32 if profile.precision == "int4" else _BYTES_PER_WEIGHT[profile.precision]
     artifact = int(inner * _BYTES_PER_WEIGHT[profile.precision] + tables * outer)
-    kv = dims.kv_bytes(profile.slots)
+    kv = dims.kv_bytes(profile.slots, profile.kv_precision)
     logits = 4 * dims.vocab_size * num_rows
     loading = checkpoint.weight_bytes + 3 * 4 * dims.vocab_size * dims.hidden_size + 2 * logits
     checking = int(artifact * _PACKED) + artifact + kv + 3 * logits

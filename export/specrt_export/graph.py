@@ -12,6 +12,7 @@ from onnxscript.rewriter import onnx_fusions
 from specrt_export.editor import Editor
 from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_export.integer import Form
+from specrt_export.kv import Scales, store_kv_as_floats, store_kv_as_int8
 from specrt_export.packing import pack_products
 from specrt_export.parity import Round
 from specrt_export.weights import SAME_BYTES, attach_weights
@@ -26,6 +27,7 @@ _INLINE_LIMIT = 256  # bytes; smaller constants stay in the graph file
 # it. Those in _ALONG_AXIS do so if they work along the last axis. The row-exactness test has the final word.
 _ALONG_AXIS = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "Softmax", "TopK"})
 _FIXED_SCALE = {"QuantizeLinear": 1, "MatMulIntegerToFloat": 2}  # the input that has to be one constant
+_GATHERS = frozenset({"Gather", "GatherBlockQuantized"})
 _ROW_WISE = _ALONG_AXIS | {
     "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
     "Floor", "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
@@ -38,9 +40,13 @@ _ROW_WISE = _ALONG_AXIS | {
 
 
 def finish(
-    model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None
-) -> dict[str, Round]:
-    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised."""
+    model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None,
+    scales: Scales | None = None,
+) -> dict[str, Round]:  # fmt: skip
+    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised.
+
+    scales: of keys and values, where they are to be stored as integers.
+    """
     rounding = attach_weights(model.graph, weights, precision, forms)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
@@ -48,12 +54,14 @@ def finish(
     _remove_unused(model)  # what nobody reads would count as a reader
     pack_products(model.graph)
     _remove_unused(model)
+    if scales:
+        store_kv_as_int8(model.graph, scales)
     model.opset_imports.setdefault("com.microsoft", 1)
     return rounding
 
 
 def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
-    """Write a saved model once more, over the same weights file, with products that do not round activations."""
+    """Write a saved model once more, over the same weights file, with nothing rounded but the weights."""
     for node in list(model.graph):
         if node.op_type == "MatMulNBits":
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
@@ -66,6 +74,7 @@ def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
             new = [wide, ir.node("MatMul", [source.inputs[0], wide.outputs[0]])]
             new += [ir.node("Add", [new[-1].outputs[0], *bias])] if bias else []
             Editor(model.graph).replace(node, *new)
+    store_kv_as_floats(model.graph)
     ir.save(model, path)
 
 
@@ -142,6 +151,21 @@ def data_bytes(model: ir.Model) -> int:
     return sum(size for size in sizes.values() if size > _INLINE_LIMIT)
 
 
+def read_bytes(model: ir.Model) -> int:
+    """Return the bytes of weights that a call of a saved model reads, each stored value once.
+
+    Tables that are only gathered from (an embedding that is not the output matrix as well) are left out: of them a call
+    reads a row per token.
+    """
+    sizes: dict[int | str, int] = {}
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and {node.op_type for node, _ in value.uses()} - _GATHERS:
+            place = (tensor.offset or 0) if isinstance(tensor, ir.ExternalTensor) else name
+            sizes[place] = tensor.nbytes
+    return sum(sizes.values())
+
+
 def _is_constant(graph: ir.Graph, value: ir.Value | None) -> bool:
     """Tell whether a scale is fixed; a scale computed from all rows of a call would make them depend on each other."""
     return (
@@ -188,7 +212,7 @@ def _remove_unused(model: ir.Model) -> None:
 
 
 def _dtype(value: ir.Value) -> str:
-    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32"}
+    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32", "INT8": "int8"}
     return names.get(value.dtype.name, value.dtype.name) if value.dtype is not None else "unknown"
 
 

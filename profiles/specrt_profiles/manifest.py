@@ -62,8 +62,9 @@ class Parity:
 class EngineSpec:
     """One engine: its files, call shapes and tensor table.
 
-    `exact_widths` are the call widths whose rows were bit-equal on the exporting machine (decided anew on every
-    machine that loads the artifact).
+    `weight_bytes` are the bytes of weights that a call reads; of a table that is only gathered from, it reads a few
+    rows, which are not counted. `exact_widths` are the call widths whose rows were bit-equal on the exporting machine
+    (decided anew on every machine that loads the artifact).
     """
 
     dialect: Literal["ort"]
@@ -77,6 +78,7 @@ class EngineSpec:
     prefill_width: int
     verify_widths: tuple[int, ...]
     vocab_size: int
+    weight_bytes: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     parity: Parity

@@ -10,6 +10,7 @@ from specrt_profiles.codec import decode, nearest
 from specrt_profiles.errors import ProfileError
 
 Precision = Literal["fp32", "int8", "int4"]
+KvPrecision = Literal["fp32", "int8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Profile:
     batch_size: int = 1
     precision: Precision = "fp32"
     draft_precision: Precision = "int4"
+    kv_precision: KvPrecision = "fp32"
     num_draft_tokens: int = 5
 
     def __post_init__(self) -> None:

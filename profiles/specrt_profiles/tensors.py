@@ -10,9 +10,9 @@ S = `Profile.slots` KV slots, H heads of D values, V rows of the output matrix):
 | seqlens_k | int32 | [B] | start + W - 1: the KV length after the call, less one |
 | total_sequence_length | int32 | [] | start + W |
 | logits_indices | int64 | [R] | which of the W rows get logits; R may be 0 |
-| past_key.{i}, past_value.{i} | float32 | [B, H_kv, S, D] | KV buffers of layer i, the first `start` slots valid |
+| past_key.{i}, past_value.{i} | float32 or int8 | [B, H_kv, S, D] | KV buffers of layer i, `start` slots valid |
 | logits | float32 | [B, R, V] | |
-| present_key.{i}, present_value.{i} | float32 | [B, H_kv, S, D] | the same buffers, bound in place |
+| present_key.{i}, present_value.{i} | float32 or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
 
 A call writes KV slots start .. start + W - 1 and reads no slot beyond the row's own position, so a rollback is
 only a smaller `start` in the next call.
@@ -21,7 +21,7 @@ only a smaller `start` in the next call.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specrt_profiles.profile import Profile
+from specrt_profiles.profile import KvPrecision, Profile
 
 WIDTH = "width"
 ROWS = "rows"
@@ -47,9 +47,10 @@ class DecoderDims:
     hidden_size: int
     vocab_size: int
 
-    def kv_bytes(self, num_tokens: int) -> int:
-        """Bytes of fp32 KV buffers that hold `num_tokens` tokens."""
-        return 2 * 4 * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
+    def kv_bytes(self, num_tokens: int, precision: KvPrecision) -> int:
+        """Bytes of KV buffers that hold `num_tokens` tokens."""
+        size = 1 if precision == "int8" else 4
+        return 2 * size * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
 
 
 def past_names(layer: int) -> tuple[str, str]:
@@ -83,5 +84,6 @@ def ort_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
 
 def _kv(dims: DecoderDims, profile: Profile, names: Callable[[int], tuple[str, str]]) -> tuple[TensorSpec, ...]:
     shape = (profile.batch_size, dims.num_kv_heads, profile.slots, dims.head_dim)
+    dtype = "int8" if profile.kv_precision == "int8" else "float32"
     pairs = (names(layer) for layer in range(dims.num_layers))
-    return tuple(TensorSpec(name=name, dtype="float32", shape=shape) for pair in pairs for name in pair)
+    return tuple(TensorSpec(name=name, dtype=dtype, shape=shape) for pair in pairs for name in pair)

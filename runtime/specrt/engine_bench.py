@@ -20,7 +20,6 @@ from specrt.engine import Engine, open_engine
 from specrt.engine_costs import CallCost, EngineFacts, EngineReport, break_even
 from specrt.engine_ort import engine_version
 from specrt.errors import RequestError
-from specrt.graph_weights import weight_bytes
 from specrt.inspect import kv_bytes
 from specrt.language_model import LanguageModel
 from specrt.machine import processor
@@ -45,7 +44,6 @@ class Subject:
     spec: EngineSpec
     name: str
     engine: Engine
-    weight_bytes: int
     shapes: tuple[Shape, ...]
     tokens: list[int] = field(default_factory=list)
     prefill_tokens: int = 0
@@ -172,7 +170,7 @@ def call_costs(subject: Subject, narrowest: int, gb_per_s: float) -> list[CallCo
     costs = []
     for rows, context in subject.shapes:
         seconds, rounds = median[rows, context], subject.seconds[rows, context]
-        num_bytes = subject.weight_bytes + (context + rows) * kv_bytes_per_token(subject.spec)
+        num_bytes = subject.spec.weight_bytes + (context + rows) * kv_bytes_per_token(subject.spec)
         floor_s = num_bytes / gb_per_s / 1e9
         costs.append(
             CallCost(
@@ -202,7 +200,7 @@ def _subject(model: LanguageModel, name: str, engine: Engine, shapes: tuple[Shap
     chunks = math.ceil(max(context, 1) / spec.prefill_width)
     longest = max(rows + at for rows, at in shapes)
     return Subject(
-        spec=spec, name=name, engine=engine, weight_bytes=weight_bytes(model.folder / spec.file), shapes=shapes,
+        spec=spec, name=name, engine=engine, shapes=shapes,
         tokens=np.random.default_rng(0).integers(0, spec.vocab_size, longest).tolist(),
         prefill_tokens=min(chunks * spec.prefill_width, longest),
     )  # fmt: skip
@@ -211,7 +209,7 @@ def _subject(model: LanguageModel, name: str, engine: Engine, shapes: tuple[Shap
 def _facts(subject: Subject) -> EngineFacts:
     return EngineFacts(
         name=subject.name, model=subject.spec.model.name, precision=subject.spec.precision,
-        weight_bytes=subject.weight_bytes, kv_bytes=kv_bytes_per_token(subject.spec),
+        weight_bytes=subject.spec.weight_bytes, kv_bytes=kv_bytes_per_token(subject.spec),
         prefill_tokens=subject.prefill_tokens,
         prefill_tokens_per_s=subject.prefill_tokens / statistics.median(subject.prefill_s),
     )  # fmt: skip

@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specrt_profiles.codec import encode
 from specrt_profiles.generation import GenerationDefaults, read_generation
 from specrt_profiles.manifest import EngineSpec, read_manifest
@@ -37,7 +39,7 @@ def show(folder: Path) -> str:
 def kv_bytes(engine: EngineSpec) -> int:
     """Return the size of an engine's KV buffers."""
     past = (tensor for tensor in engine.inputs if tensor.name.startswith("past_"))
-    return sum(4 * math.prod(int(dim) for dim in tensor.shape) for tensor in past)
+    return sum(np.dtype(tensor.dtype).itemsize * math.prod(int(dim) for dim in tensor.shape) for tensor in past)
 
 
 def _engine(engine: EngineSpec) -> list[str]:

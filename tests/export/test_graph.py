@@ -162,6 +162,23 @@ def test_weights_are_written_aligned_once_and_hashed(tmp_path: Path) -> None:
         assert isinstance(tensor, ir.ExternalTensor) == (name != "b")
 
 
+def test_a_call_reads_weights_once_and_only_rows_of_what_is_gathered_from(tmp_path: Path) -> None:
+    arrays = {name: np.zeros(size, np.float32) for name, size in (("table", 500), ("a", 1000), ("b", 1000), ("c", 3))}
+    model = model_with(**arrays)
+    ids = ir.Value(name="ids")
+    weights = model.graph.initializers
+    weights["b"].metadata_props[graph.SAME_BYTES] = "a"
+    last = model.graph[-1]
+    gathers = [ir.node(op, [weights[name], ids]) for op, name in (("Gather", "table"), ("GatherBlockQuantized", "b"))]
+    model.graph.insert_before(last, gathers)
+    last.replace_input_with(list(last.inputs).index(weights["table"]), None)
+    last.replace_input_with(list(last.inputs).index(weights["b"]), None)
+    graph.save(model, tmp_path / "m.onnx", lambda _: None)
+    assert graph.read_bytes(model) == 4000 + 12
+    last.replace_input_with(0, weights["table"])
+    assert graph.read_bytes(model) == 4000 + 12 + 2000
+
+
 def test_two_names_of_the_same_bytes_are_written_once(tmp_path: Path) -> None:
     model = model_with(a=np.arange(1000, dtype=np.float32), b=np.arange(1000, dtype=np.float32).reshape(10, 100))
     model.graph.initializers["b"].metadata_props[graph.SAME_BYTES] = "a"

@@ -58,6 +58,7 @@ def engine(name: str) -> EngineSpec:
         prefill_width=PROFILE.prefill_width,
         verify_widths=PROFILE.verify_widths,
         vocab_size=DIMS.vocab_size,
+        weight_bytes=1000,
         inputs=ort_inputs(DIMS, PROFILE),
         outputs=ort_outputs(DIMS, PROFILE),
         parity=Parity(

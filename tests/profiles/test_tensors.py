@@ -31,4 +31,5 @@ def test_types_and_shapes_are_the_documented_ones() -> None:
 def test_kv_bytes_are_those_of_the_buffers() -> None:
     past = [spec for spec in ort_inputs(DIMS, PROFILE) if spec.name.startswith("past")]
     values = sum(int(a) * int(b) * int(c) * int(d) for a, b, c, d in (spec.shape for spec in past))
-    assert DIMS.kv_bytes(PROFILE.slots) == 4 * values
+    assert DIMS.kv_bytes(PROFILE.slots, "fp32") == 4 * values
+    assert DIMS.kv_bytes(PROFILE.slots, "int8") == values

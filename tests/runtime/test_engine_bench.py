@@ -74,6 +74,7 @@ class Reader:
 
 
 SPEC: Any = SimpleNamespace(  # two layers with 3 heads of 4 values
+    weight_bytes=1000,
     slots=80,
     inputs=[SimpleNamespace(name=f"past_{kind}.{n}", shape=(1, 3, 80, 4)) for kind in ("key", "value") for n in (0, 1)],
 )
@@ -85,7 +86,7 @@ def timed() -> SimpleNamespace:
     clock, log = Clock(), []
     engine: Any = TimedEngine(clock, log, vocab_size=5, capacity=64)
     subject = Subject(
-        spec=SPEC, name="target", engine=engine, weight_bytes=1000, shapes=((1, 8), (2, 8), (1, 30)),
+        spec=SPEC, name="target", engine=engine, shapes=((1, 8), (2, 8), (1, 30)),
         tokens=[1, 2, 3, 4] * 8, prefill_tokens=16,
     )  # fmt: skip
     return SimpleNamespace(clock=clock, log=log, engine=engine, subject=subject)
