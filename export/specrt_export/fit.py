@@ -16,7 +16,7 @@ from specrt_export.editor import as_rows
 from specrt_export.integer import Group, is_stored_transposed
 from specrt_export.quantize import BLOCK, lies_on_grid
 
-_DAMPING = 0.01  # of the mean of the Hessian's diagonal, as the paper has it
+_DAMPING = 0.05  # of the mean of the diagonal; five times the paper's, because the inputs are few
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of a block's range: values at its ends may be cut for a finer grid
 _LEVELS = 15
 

@@ -75,6 +75,11 @@ def lies_on_grid(weight: NDArray[np.float32]) -> bool:
     return bool(_grid(weight[:_SAMPLE].reshape(-1, weight.shape[1] // BLOCK, BLOCK))[1].mean() > 0.5)
 
 
+def needs_offsets(weight: NDArray[np.float32]) -> bool:
+    """Tell whether a block of a [N, K] matrix has an offset; of a checkpoint with scales only (GGUF Q4_0) none has."""
+    return bool(quantize_offset(weight[:_SAMPLE]).offsets.any() or quantize_offset(weight).offsets.any())
+
+
 def dequantize_offset(matrix: OffsetBlocks) -> NDArray[np.float32]:
     """Return the [N, K] matrix that `matrix` stands for."""
     values = _unpack(matrix.packed, 4).astype(np.float32) - 8

@@ -5,8 +5,9 @@ Every multiplication by a weight W [N, K] ends as one of
   FusedMatMul(x, W)           fp32, the output matrix of a model that ties it to the embedding: stored once
   MatMulNBits(x, blocks)      int8, int4; the embedding reads blocks through GatherBlockQuantized, the same ones if tied
   MatMulIntegerToFloat        int8; see products.py
-At int4 blocks have a scale and an offset each, w = scale (q - 8) + offset, and the offsets are multiplied with the sums
-of the input's blocks: zero points that are not whole numbers would make the kernel many times slower.
+At int4 blocks have a scale and an offset each, w = scale (q - 8) + offset. The offsets, where there are any, are
+multiplied with the sums of the input's blocks: zero points that are not whole numbers would make the kernel many times
+slower. Products with one input are merged afterwards, see packing.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from specrt_export.quantize import (
     dequantize,
     dequantize_offset,
     in_stored_order,
+    needs_offsets,
     quantize,
     quantize_offset,
 )
@@ -54,7 +56,7 @@ def attach_weights(
 ) -> dict[str, Round]:
     """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
 
-    Tensors that share storage become one initializer. Nothing is read or converted before the file is written.
+    Tensors that share storage become one initializer. Nothing is kept or converted before the file is written.
     forms: how to compute int8 products, by weight; those it leaves out are computed in blocks.
     Returns what happens to the values of each quantised tensor, by name: a function from the stored matrix to the
     one that the graph computes with.
@@ -134,29 +136,37 @@ class _Store:
     def _offset_product(
         self, x: ir.Value, name: str, stored_transposed: bool, attributes: dict[str, int]
     ) -> list[ir.Node]:
-        """Return nodes for x [.., K] times blocks with offsets: an integer product, and block sums times offsets."""
+        """Return nodes for x [.., K] times blocks with offsets: an integer product, and block sums times offsets.
+
+        Whether there are any offsets is looked up in the weight, once.
+        """
         tensor = self._tensors[name]
         rows, blocks = attributes["N"], attributes["K"] // BLOCK
-        source = _LazyParts(lambda: quantize_offset(as_rows(tensor, stored_transposed)), last="offsets")
+        offset = needs_offsets(as_rows(tensor, stored_transposed))
+        last = "offsets" if offset else "scales"
+        source = _LazyParts(lambda: quantize_offset(as_rows(tensor, stored_transposed)), last=last)
         self.rounding[name] = partial(in_stored_order, _in_offset_blocks, transposed=stored_transposed)
-        packed, scales, offsets = (
+        parts = [
+            ("packed", ir.DataType.UINT8, (rows, blocks, BLOCK // 2)),
+            ("scales", ir.DataType.FLOAT, (rows, blocks)),
+        ]
+        parts += [("offsets", ir.DataType.FLOAT, (blocks, rows))] if offset else []
+        packed, scales, *offsets = (
             self._editor.initializer(f"{name}.{part}", kind, shape, partial(source.take, part))
-            for part, kind, shape in (
-                ("packed", ir.DataType.UINT8, (rows, blocks, BLOCK // 2)),
-                ("scales", ir.DataType.FLOAT, (rows, blocks)),
-                ("offsets", ir.DataType.FLOAT, (blocks, rows)),
-            )
+            for part, kind, shape in parts
         )
         new = [ir.node("MatMulNBits", [x, packed, scales], attributes, domain=_MS)]
+        if not offsets:
+            return new
         if x not in self._sums:
             assert x.shape is not None
             rank = x.shape.rank()
             shape = self._editor.constant(f"blocks.{rank}.{blocks}", np.array([1] * (rank - 2) + [-1, blocks, BLOCK]))
             split = ir.node("Reshape", [x, shape])
-            last = self._editor.constant("blocks.last_axis", np.array([-1]))
-            new += [split, ir.node("ReduceSum", [split.outputs[0], last], {"keepdims": 0})]
+            axis = self._editor.constant("blocks.last_axis", np.array([-1]))
+            new += [split, ir.node("ReduceSum", [split.outputs[0], axis], {"keepdims": 0})]
             self._sums[x] = new[-1].outputs[0]
-        shift = ir.node("MatMul", [self._sums[x], offsets])
+        shift = ir.node("MatMul", [self._sums[x], *offsets])
         return [*new, shift, ir.node("Add", [new[0].outputs[0], shift.outputs[0]])]
 
     def rewrite_embedding(self, node: ir.Node) -> None:

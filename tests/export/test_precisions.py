@@ -161,3 +161,25 @@ def test_a_tied_quantised_table_shares_its_bytes(export: Export) -> None:
 
 def test_every_tensor_starts_at_a_page(export: Export) -> None:
     assert all(offset % 4096 == 0 for _, offset, _ in stored(export("qwen2", "fp32")).values())
+
+
+def test_blocks_without_offsets_cost_no_second_product_and_are_kept(tiny_source: Path, tmp_path: Path) -> None:
+    """As in a checkpoint that was GGUF Q4_0: a scale per block, and whole numbers from -8 to 7 around 0."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_source)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "proj" in name:
+            blocks = torch.randint(-8, 8, (parameter.numel() // 32, 32), generator=generator).float()
+            scales = (0.01 + 0.02 * torch.rand(len(blocks), 1, generator=generator)).half().float()
+            parameter.data = (blocks * scales).reshape(parameter.shape)
+    model.save_pretrained(tmp_path / "source")
+    AutoTokenizer.from_pretrained(tiny_source).save_pretrained(tmp_path / "source")
+    artifact = tiny.export_tiny(tmp_path / "source", tmp_path / "out", profile=tiny.profile(precision="int4"))
+    found = operators(artifact)
+    assert found.count("MatMulNBits") == 9
+    assert "MatMul" not in found
+    assert "ReduceSum" not in found
+    assert target_of(artifact).parity.mean_kl < 1e-3
