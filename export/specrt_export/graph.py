@@ -1,7 +1,7 @@
 """From a traced decoder to the graph that ships: weights, fusion, lint, one data file."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -11,11 +11,10 @@ from onnxscript.rewriter import onnx_fusions
 
 from specrt_export.editor import Editor
 from specrt_export.errors import ExportError, UnsupportedModelError
-from specrt_export.integer import Form
-from specrt_export.kv import Scales, store_kv_as_floats, store_kv_as_int8
+from specrt_export.kv import store_kv_as_floats, store_kv_as_int8
 from specrt_export.packing import pack_products
 from specrt_export.parity import Round
-from specrt_export.weights import SAME_BYTES, attach_weights
+from specrt_export.weights import SAME_BYTES, Chosen, attach_weights
 from specrt_profiles.profile import Precision
 from specrt_profiles.tensors import TensorSpec
 
@@ -39,23 +38,17 @@ _ROW_WISE = _ALONG_AXIS | {
 }  # fmt: skip
 
 
-def finish(
-    model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None,
-    scales: Scales | None = None,
-) -> dict[str, Round]:  # fmt: skip
-    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised.
-
-    scales: of keys and values, where they are to be stored as integers.
-    """
-    rounding = attach_weights(model.graph, weights, precision, forms)
+def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, chosen: Chosen) -> dict[str, Round]:
+    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised."""
+    rounding = attach_weights(model.graph, weights, precision, chosen)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
     _drop_idle_reshapes(model.graph)
     _remove_unused(model)  # what nobody reads would count as a reader
     pack_products(model.graph)
     _remove_unused(model)
-    if scales:
-        store_kv_as_int8(model.graph, scales)
+    if chosen.kv:
+        store_kv_as_int8(model.graph, chosen.kv)
     model.opset_imports.setdefault("com.microsoft", 1)
     return rounding
 
