@@ -122,13 +122,12 @@ def _report(choice: Choice, measured: Measured) -> dict[str, Any]:
 
 def _reference(runs: Sequence[Run]) -> tuple[str, dict[int, tuple[int, ...]]]:
     """Return whose plain tokens the others are compared with, and these tokens by prompt."""
-    ran = {run.lane for run in runs if run.setting.mode == PLAIN}
-    lane = next((lane for lane in _REFERENCES if lane in ran), runs[0].lane)
-    firsts: dict[int, tuple[int, ...]] = {}
-    for run in runs:
-        if run.lane == lane:
-            firsts.setdefault(run.prompt, run.ids)
-    return f"{lane} plain", firsts
+    plain = [run for run in runs if run.setting.mode == PLAIN]
+    if not plain:
+        raise PeersError("no plain decoding could be measured")
+    ran = {run.lane for run in plain}
+    lane = next((lane for lane in _REFERENCES if lane in ran), plain[0].lane)
+    return f"{lane} plain", {run.prompt: run.ids for run in reversed(plain) if run.lane == lane}
 
 
 def _processor_name() -> str:

@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.peers.protocol import DRAFT, NGRAM, Arrivals, Generation, Job, Model, UnavailableError, folder_size
 
 _NGRAM = 3  # the last two tokens are looked up, the continuation of their most recent occurrence is proposed
-_OPTIONS = {  # per variant, for the builder; without any it is the builder's default: 4 bits, symmetric, blocks of 32
-    "int4-asymmetric": ["is_symmetric=false", "matmul_mixed_precision=last_matmul:int8"]
-}
+_OPTIONS = {"int4-asymmetric": ["is_symmetric=false"]}  # for the builder, whose default is symmetric, blocks of 32
 
 
 class Runner:
@@ -43,12 +41,14 @@ class Runner:
         config = onnxruntime_genai.Config(str(folder))
         block = {"session_options": {"intra_op_num_threads": self._job.threads, "inter_op_num_threads": 1}}
         roles = ("decoder", "draft") if self._job.mode == DRAFT else ("decoder",)
-        config.overlay(json.dumps({"model": dict.fromkeys(roles, block)}))
+        rare = json.loads((folder / "genai_config.json").read_text())["model"]["vocab_size"] - 1
+        # End tokens are tokens like any other here, but there has to be one: the last of the vocabulary hardly comes.
+        config.overlay(json.dumps({"model": {**dict.fromkeys(roles, block), "eos_token_id": [rare]}}))
         self._model: Any = onnxruntime_genai.Model(config)
 
     def generate(self, ids: Sequence[int], n: int, mode: str, k: int) -> Generation:
         """One call per token; tokens of an accepted block come from the library's own queue."""
-        params = self._params(len(ids) + n, min_length=len(ids) + n)
+        params = self._params(len(ids) + n)
         if mode == NGRAM:
             params.set_speculative_options(ngram_size=_NGRAM, max_draft_tokens=k)
         elif mode == DRAFT:
@@ -77,9 +77,9 @@ class Runner:
         """Return the bytes of the graph and its weights."""
         return folder_size(self._job.target.folder, "*.onnx*")
 
-    def _params(self, max_length: int, **search: Any) -> Any:
+    def _params(self, max_length: int) -> Any:
         params = self._library.GeneratorParams(self._model)
-        params.set_search_options(max_length=max_length, do_sample=False, **search)
+        params.set_search_options(max_length=max_length, do_sample=False)
         return params
 
     def _build(self, model: Model, extra: list[str]) -> None:

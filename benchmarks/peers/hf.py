@@ -32,6 +32,9 @@ class Runner:
             m and AutoModelForCausalLM.from_pretrained(m.source, dtype="float32").eval()
             for m in (self._job.target, self._job.draft)
         )
+        for model in (self._model, self._draft):
+            if model is not None:
+                model.generation_config.eos_token_id = None  # an end token is a token like any other here
 
     def generate(self, ids: Sequence[int], n: int, mode: str, k: int) -> Generation:
         """Take the time in a streamer, to which the library gives accepted tokens as a block."""
@@ -46,8 +49,8 @@ class Runner:
         prompt = self._torch.tensor([list(ids)])
         streamer = _Streamer()
         out = self._model.generate(
-            prompt, attention_mask=self._torch.ones_like(prompt), max_new_tokens=n, min_new_tokens=n,
-            do_sample=False, streamer=streamer, **options,
+            prompt, attention_mask=self._torch.ones_like(prompt), max_new_tokens=n, do_sample=False,
+            streamer=streamer, **options,
         )  # fmt: skip
         return streamer.arrivals.generation(out[0, len(ids) :].tolist())
 

@@ -29,7 +29,9 @@ class Runner:
             self._drafter = LlamaPromptLookupDecoding(max_ngram_size=_NGRAM)
         elif self._job.mode == DRAFT and self._job.draft:
             self._drafter = _SecondModel(self._load(str(self._job.draft.gguf)))
-        self._model = self._load(str(self._job.target.gguf), draft_model=self._drafter)
+        # With a drafter the library keeps all logits, but makes room for those of more than a batch only if told so.
+        keep = self._drafter is not None
+        self._model = self._load(str(self._job.target.gguf), draft_model=self._drafter, logits_all=keep)
 
     def generate(self, ids: Sequence[int], n: int, mode: str, k: int) -> Generation:
         """Take the time of every token; those of an accepted block come one after the other without a call."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MODES = PLAIN, NGRAM, DRAFT = "plain", "ngram", "draft"
+PLAIN_ONE = "plain-1"  # SpecRT's fastest plain decoding, which rounds differently from its speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

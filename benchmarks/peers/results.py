@@ -22,13 +22,13 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way of decoding. k: most tokens per proposal, 0 in plain mode."""
+    """One way of decoding. k: most tokens per proposal, 0 in plain modes."""
 
     mode: str
     k: int
 
     def __str__(self) -> str:
-        return self.mode if self.mode == PLAIN else f"{self.mode} k={self.k}"
+        return f"{self.mode} k={self.k}" if self.k else self.mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,13 @@ def setting_rows(runs: Sequence[Run], reference: Mapping[int, Sequence[int]]) ->
 
 
 def best(rows: Sequence[SettingRow], lane: Lane) -> tuple[SettingRow | None, SettingRow | None]:
-    """Return the lane's plain row and its fastest speculative one."""
+    """Return the lane's fastest plain row and its fastest speculative one."""
     own = [row for row in rows if row.lane == lane]
-    plain = next((row for row in own if row.setting.mode == PLAIN), None)
-    others = [row for row in own if row.setting.mode != PLAIN]
-    return plain, max(others, key=lambda row: row.tokens_per_s, default=None)
+    plain, speculative = (
+        max((row for row in own if bool(row.setting.k) is wanted), key=lambda row: row.tokens_per_s, default=None)
+        for wanted in (False, True)
+    )
+    return plain, speculative
 
 
 def to_json(rows: Sequence[SettingRow], facts: Mapping[Lane, LaneFacts], runs: Sequence[Run]) -> dict[str, Any]:

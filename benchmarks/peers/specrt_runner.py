@@ -1,4 +1,4 @@
-"""SpecRT itself: calls of width 1 as plain decoding, n-gram and draft model speculation."""
+"""SpecRT itself: plain decoding, also by calls of width 1, n-gram and draft model speculation."""
 
 import subprocess
 import sys
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.protocol import DRAFT, PLAIN, Generation, Job, folder_size
+from benchmarks.peers.protocol import DRAFT, PLAIN, PLAIN_ONE, Generation, Job, folder_size
 
-_DRAFTERS = {PLAIN: "none", DRAFT: "model"}
+_DRAFTERS = {PLAIN: "none", PLAIN_ONE: "none", DRAFT: "model"}
 
 
 class Runner:
@@ -43,11 +43,11 @@ class Runner:
         """
         from specrt.bench import OneRowEngine
 
-        engine = OneRowEngine(self._model.target) if mode == PLAIN else None
+        engine = OneRowEngine(self._model.target) if mode == PLAIN_ONE else None
         start = time.perf_counter()
         options = {"max_tokens": n, "ignore_eos": True, "temperature": 0.0}
         with self._model.start(
-            list(ids), {**options, "k": k if mode != PLAIN else 0, "drafter": _DRAFTERS.get(mode, mode)}, target=engine
+            list(ids), {**options, "k": k, "drafter": _DRAFTERS.get(mode, mode)}, target=engine
         ) as stream:
             for _ in stream:
                 pass
