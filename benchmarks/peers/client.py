@@ -72,12 +72,14 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def cpu_seconds(pids: list[int]) -> float | None:
-    """Return the processor time that processes have used so far, or None where the system does not say (no /proc)."""
-    ticks = 0
+    """Return the processor time of processes and their children so far, None where the system does not say (/proc)."""
+    ticks, left = 0, list(pids)
     try:
-        for pid in pids:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        while left:
+            folder = Path(f"/proc/{left.pop()}")
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
+            left += [int(pid) for path in folder.glob("task/*/children") for pid in path.read_text().split()]
     except OSError:
         return None
     return ticks / os.sysconf("SC_CLK_TCK")

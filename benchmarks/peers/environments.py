@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.peers.registry import PeerEntry
 
+_ROOT = Path(__file__).parents[2]
 _CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 
 
@@ -31,11 +32,13 @@ def python_of(entry: PeerEntry, envs: Path, say: Callable[[str], None]) -> Path 
             [sys.executable, "-m", "venv", str(folder)],
             [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--constraint", str(_CONSTRAINTS),
              *entry.requirements],
+            *([[str(python), "-m", f"benchmarks.peers.{entry.module}"]] if entry.compiled else []),
         ]  # fmt: skip
         for command in commands:
             done = subprocess.run(
-                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **dict(entry.build)}, check=False
-            )
+                command, cwd=_ROOT, stdout=out, stderr=subprocess.STDOUT, check=False,
+                env={**os.environ, **dict(entry.variables)},
+            )  # fmt: skip
             if done.returncode:
                 return _reason(log)
     mark.write_text(wanted)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from benchmarks.peers.protocol import DRAFT, NGRAM, Arrivals, Generation, Job, Model, UnavailableError, folder_size
 
 _NGRAM = 3  # the last two tokens are looked up, the continuation of their most recent occurrence is proposed
-_OPTIONS = {"int4-asymmetric": ["is_symmetric=false"]}  # for the builder, whose default is symmetric, blocks of 32
+# For the builder, whose default is symmetric. An asymmetric embedding that is shared makes a graph that does not load.
+_OPTIONS = {"int4-asymmetric": ["is_symmetric=false", "shared_embeddings=false"]}
 
 
 class Runner:

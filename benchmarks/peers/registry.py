@@ -13,7 +13,7 @@ class PeerEntry:
 
     variants: names of its weights, `/f32` behind it for the same weights with everything computed in fp32. separate:
     modes that need a process of their own, because they are chosen when the model is loaded. more_plain: other ways of
-    plain decoding than the one that speculation is to equal.
+    plain decoding than the one that speculation is to equal. compiled: its module, run as a program, builds the rest.
     """
 
     name: str
@@ -23,7 +23,8 @@ class PeerEntry:
     separate: tuple[str, ...] = ()
     more_plain: tuple[str, ...] = ()
     needs_gguf: bool = False
-    build: tuple[tuple[str, str], ...] = ()  # environment variables of the installation
+    compiled: bool = False
+    variables: tuple[tuple[str, str], ...] = ()  # of the installation's environment
 
 
 PEERS = {
@@ -43,7 +44,12 @@ PEERS = {
         ),
         PeerEntry(
             name="llamacpp", module="llamacpp", variants=("fp32", "int8", "int4"), separate=MODES,
-            requirements=("llama-cpp-python==0.3.36",), needs_gguf=True, build=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),),
+            requirements=("llama-cpp-python==0.3.36",), needs_gguf=True,
+            variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),),
+        ),
+        PeerEntry(
+            name="llamaserver", module="llamaserver", variants=("fp32", "int8", "int4"), compiled=True,
+            requirements=("cmake==4.4.5", "ninja==1.13.2", "numpy==2.4.6"), needs_gguf=True,
         ),
         PeerEntry(
             name="hf", module="hf", variants=("fp32",), requirements=(*_TORCH, "accelerate==1.15.0"),
