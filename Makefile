@@ -47,7 +47,7 @@ bench: $(READY) ## Compare plain and speculative decoding of ARTIFACT=... .
 
 $(PEERS_READY): pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,export]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[peers]'
 	@touch $@
 
 bench-peers: $(PEERS_READY) ## Compare with other libraries, each in its own environment (docs/peers.md).

@@ -54,19 +54,27 @@ def main(out: Path | None, **options: Any) -> None:
 
 def _choice(
     *, only: Sequence[str], artifact: Sequence[str], prompts: Path | None, per_category: int, max_tokens: int, ks: str,
-    threads: int | None, draft: str | None, **options: Any,
+    threads: int | None, model: str, draft: str | None, work: Path, envs: Path, **options: Any,
 ) -> Choice:  # fmt: skip
     try:
         widths = sorted({int(k) for k in ks.split(",")})
         artifacts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in artifact)}
     except ValueError:
         raise click.UsageError("expected --ks as numbers (3,5,9) and --artifact as WEIGHTS=DIR") from None
+    if min(widths) < 1 or not set(artifacts) <= set(PEERS["specrt"].variants):
+        raise click.UsageError(f"expected --ks from 1 and --artifact of {', '.join(PEERS['specrt'].variants)}")
     modes = (NGRAM, DRAFT) if draft else (NGRAM,)
     return Choice(
-        draft=draft, lanes=_lanes(only), artifacts=artifacts, num_tokens=max_tokens,
+        model=_found(model), draft=draft and _found(draft), work=work.absolute(), envs=envs.absolute(),
+        lanes=_lanes(only), artifacts=artifacts, num_tokens=max_tokens,
         prompts=load_prompts(prompts, limit=per_category), threads=threads or _processors(),
         settings=[Setting(PLAIN, 0), *(Setting(mode, k) for mode in modes for k in widths)], **options,
     )  # fmt: skip
+
+
+def _found(model: str) -> str:
+    """Return a name as it is and a path as an absolute one: other processes run elsewhere."""
+    return str(Path(model).absolute()) if Path(model).exists() else model
 
 
 def _lanes(only: Sequence[str]) -> list[Lane]:

@@ -83,9 +83,7 @@ def measure(choice: Choice, say: Say, on_run: Callable[[int], None]) -> Measured
         bench.judge(*read_reference(target / "reference.npz"), choice.work / "logits.npy")
         bench.warm_up(prompts[0])
         total = bench.num_settings * len(prompts) * choice.repeats
-        measured.runs = bench.run(
-            prompts, n=choice.num_tokens, repeats=choice.repeats, on_run=lambda: on_run(total)
-        )  # fmt: skip
+        measured.runs = bench.run(prompts, n=choice.num_tokens, repeats=choice.repeats, on_run=lambda: on_run(total))
     finally:
         bench.close()
     return measured
@@ -141,7 +139,7 @@ def _job(choice: Choice, lane: Lane, mode: str | None, target: Path, draft: Path
 def _prepare(entry: PeerEntry, lane: Lane, python: Path, job: Job, choice: Choice, say: Say) -> str | None:
     """Convert the models for a lane in a process of their own; return why it cannot be done."""
     if entry.needs_gguf and not job.target.gguf.exists():
-        return "needs a model in GGUF form"
+        return "needs a model that comes as GGUF file, int4 one of about 4 bits"
     say(f"{lane}: prepare")
     try:
         worker = Worker(python, entry.module, job, choice.work / "logs" / f"{lane.peer}-{job.precision}-prepare.log")

@@ -1,7 +1,7 @@
 """What every peer starts from: the same weights in the forms that they read. Runs in SpecRT's own environment.
 
 WORK/source/              transformers directory: fp32 safetensors, tokenizer, chat template, vocabulary.json
-WORK/gguf/int4.gguf       the GGUF file as shipped, if the model is one
+WORK/gguf/int4.gguf       the GGUF file as shipped, if the model is one of about 4 bits
 WORK/gguf/int8.gguf       its matrices as Q8_0, from the values they have in the file
 WORK/gguf/fp32.gguf       its matrices as F32, likewise; fp16.gguf as F16, which rounds them to 11 bits
 WORK/reference.npz        the source's logits of the fixed texts, and their token ids
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 _BLOCK = 32  # values per block of Q8_0
+_INT4_BITS = 6.5  # per parameter and at most: 4-bit files keep some of their matrices, scales and offsets at more
 
 
 def main(model: str, work: Path, texts: Path | None) -> None:
@@ -29,9 +30,11 @@ def main(model: str, work: Path, texts: Path | None) -> None:
     work.mkdir(parents=True, exist_ok=True)
     if not (work / "source" / "vocabulary.json").is_file():
         checkpoint = resolve(model, revision=None, cache_dir=default_cache_dir(), on_bytes=lambda _: None)
-        _write_source(checkpoint, work / "source")
         if checkpoint.gguf_file:
-            _write_gguf_forms(checkpoint.directory / checkpoint.gguf_file, work / "gguf")
+            path = checkpoint.directory / checkpoint.gguf_file
+            bits = 8 * path.stat().st_size / checkpoint.num_parameters
+            _write_gguf_forms(path, work / "gguf", is_int4=bits < _INT4_BITS)
+        _write_source(checkpoint, work / "source")  # last, as the mark that all is there
     if texts is not None:
         _write_reference(work, json.loads(texts.read_text()))
 
@@ -58,11 +61,12 @@ def _write_source(checkpoint: Any, folder: Path) -> None:
     (folder / "vocabulary.json").write_text(json.dumps(asdict(vocabulary)))
 
 
-def _write_gguf_forms(path: Path, folder: Path) -> None:
+def _write_gguf_forms(path: Path, folder: Path, *, is_int4: bool) -> None:
     folder.mkdir(exist_ok=True)
-    shipped = folder / "int4.gguf"
-    shipped.unlink(missing_ok=True)
-    shipped.symlink_to(path.resolve())
+    if is_int4:
+        shipped = folder / "int4.gguf"
+        shipped.unlink(missing_ok=True)
+        shipped.symlink_to(path.resolve())
     for name, form in (("int8", "Q8_0"), ("fp32", "F32"), ("fp16", "F16")):
         rewrite_gguf(path, folder / f"{name}.gguf", form)
 

@@ -138,7 +138,9 @@ def test_options_choose_lanes_settings_and_prompts() -> None:
     assert [str(setting) for setting in drafted.settings][-2:] == ["draft k=3", "draft k=5"]
 
 
-@pytest.mark.parametrize("wrong", [{"only": ("hf:int8",)}, {"ks": "three"}, {"artifact": ("a/b",)}])
+@pytest.mark.parametrize(
+    "wrong", [{"only": ("hf:int8",)}, {"ks": "three"}, {"ks": "0"}, {"artifact": ("a/b",)}, {"artifact": ("int9=a",)}]
+)
 def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(click.UsageError):
         _choice(**{**OPTIONS, **wrong})
