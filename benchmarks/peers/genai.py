@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.protocol import DRAFT, NGRAM, Arrivals, Generation, Job, Model, UnavailableError, folder_size
 
+_CONFIG = "genai_config.json"
 _NGRAM = 3  # the last two tokens are looked up, the continuation of their most recent occurrence is proposed
 # For the builder, whose default is symmetric. An asymmetric embedding that is shared makes a graph that does not load.
 _OPTIONS = {"int4-asymmetric": ["is_symmetric=false", "shared_embeddings=false"]}
@@ -42,9 +43,7 @@ class Runner:
         config = onnxruntime_genai.Config(str(folder))
         block = {"session_options": {"intra_op_num_threads": self._job.threads, "inter_op_num_threads": 1}}
         roles = ("decoder", "draft") if self._job.mode == DRAFT else ("decoder",)
-        rare = json.loads((folder / "genai_config.json").read_text())["model"]["vocab_size"] - 1
-        # End tokens are tokens like any other here, but there has to be one: the last of the vocabulary hardly comes.
-        config.overlay(json.dumps({"model": {**dict.fromkeys(roles, block), "eos_token_id": [rare]}}))
+        config.overlay(json.dumps({"model": dict.fromkeys(roles, block)}))
         self._model: Any = onnxruntime_genai.Model(config)
 
     def generate(self, ids: Sequence[int], n: int, mode: str, k: int) -> Generation:
@@ -84,7 +83,7 @@ class Runner:
         return params
 
     def _build(self, model: Model, extra: list[str]) -> None:
-        if (model.folder / "genai_config.json").is_file():
+        if (model.folder / _CONFIG).is_file():
             return
         options = extra + _OPTIONS.get(self._job.precision, [])
         precision = self._job.precision.partition("-")[0]
@@ -92,6 +91,11 @@ class Runner:
         command += ["-o", str(model.folder), "-p", precision, "-e", "cpu", "-c", str(model.folder / "cache")]
         subprocess.run([*command, *(["--extra_options", *options] if options else [])], check=True, stdout=sys.stderr)
         shutil.rmtree(model.folder / "cache", ignore_errors=True)
+        # End tokens are tokens like any other here, but there has to be one: the last of the vocabulary hardly comes.
+        # In the file, because an overlay of the configuration does not replace it.
+        config = json.loads((model.folder / _CONFIG).read_text())
+        config["model"]["eos_token_id"] = config["model"]["vocab_size"] - 1
+        (model.folder / _CONFIG).write_text(json.dumps(config, indent=1))
 
 
 def _compose(target: Path, draft: Path) -> Path:
@@ -99,9 +103,9 @@ def _compose(target: Path, draft: Path) -> Path:
     folder = target.with_name(f"{target.name}-with-{draft.parent.name}")
     folder.mkdir(exist_ok=True)
     for path in (*target.iterdir(), *draft.iterdir()):
-        if path.is_file() and not (folder / path.name).exists() and path.name != "genai_config.json":
+        if path.is_file() and not (folder / path.name).exists() and path.name != _CONFIG:
             os.link(path, folder / path.name)
-    config = json.loads((target / "genai_config.json").read_text())
-    config["model"]["draft"] = json.loads((draft / "genai_config.json").read_text())["model"]["decoder"]
-    (folder / "genai_config.json").write_text(json.dumps(config))
+    config = json.loads((target / _CONFIG).read_text())
+    config["model"]["draft"] = json.loads((draft / _CONFIG).read_text())["model"]["decoder"]
+    (folder / _CONFIG).write_text(json.dumps(config))
     return folder

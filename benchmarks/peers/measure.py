@@ -74,7 +74,10 @@ class Bench:
             self._ask(lane, setting, prompt, _WARM_UP)
 
     def run(self, prompts: Sequence[PromptIds], *, n: int, repeats: int, on_run: Callable[[], None]) -> list[Run]:
-        """Alternate: per prompt and repeat every setting once, in turned order at every other repeat."""
+        """Alternate: per prompt and repeat every setting once, in turned order at every other repeat.
+
+        The runs of a setting that failed at some prompt are left out: its mean would be over other prompts.
+        """
         runs = []
         for number, prompt in enumerate(prompts):
             for repeat in range(repeats):
@@ -83,7 +86,7 @@ class Bench:
                     on_run()
                     if run:
                         runs.append(run)
-        return runs
+        return [run for run in runs if (run.lane, run.setting) in self._workers]
 
     @property
     def num_settings(self) -> int:

@@ -78,7 +78,8 @@ def test_the_bench_runs_every_setting_in_turned_order_at_odd_repeats(
 
 def test_a_setting_that_fails_is_left_out_with_a_note(bench: tuple[Bench, dict[Lane, LaneFacts]]) -> None:
     opened, facts = bench
-    runs = opened.run([PromptIds("chat", [10**6])], n=8, repeats=2, on_run=lambda: None)
+    prompts = [PromptIds("chat", IDS), PromptIds("chat", [10**6])]
+    runs = opened.run(prompts, n=8, repeats=2, on_run=lambda: None)
     assert runs == []
     assert opened.num_settings == 0
     assert len(facts[LANE].notes) == 1 + len(SETTINGS)
