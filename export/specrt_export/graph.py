@@ -16,22 +16,29 @@ from specrt_export.kv import Scales, store_kv_as_floats, store_kv_as_int8
 from specrt_export.packing import pack_products
 from specrt_export.parity import Round
 from specrt_export.weights import SAME_BYTES, attach_weights
-from specrt_profiles.profile import Precision
+from specrt_profiles.profile import Dialect, Precision
 from specrt_profiles.tensors import TensorSpec
 
 _FOLD_LIMIT = 4096  # values; weights are far larger and must stay lazy
 _ALIGNMENT = 4096  # bytes, so that every large tensor can be memory-mapped
 _INLINE_LIMIT = 256  # bytes; smaller constants stay in the graph file
 
+_TENSORRT_OPSET = 24
+
 # Operators that treat every row of a call by itself; anything else might let a rejected token change the rows before
-# it. Those in _ALONG_AXIS do so if they work along the last axis. The row-exactness test has the final word.
+# it. Those in _ALONG_AXIS do so if they work along the last axis, those in _ATTENTION the way their dialect emits them.
+# The row-exactness test has the final word.
 _ALONG_AXIS = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "Softmax", "TopK"})
 _FIXED_SCALE = {"QuantizeLinear": 1, "MatMulIntegerToFloat": 2}  # the input that has to be one constant
 _GATHERS = frozenset({"Gather", "GatherBlockQuantized"})
+_ATTENTION: dict[Dialect, frozenset[str]] = {
+    "ort": frozenset({"GroupQueryAttention"}),
+    "tensorrt": frozenset({"Attention", "RotaryEmbedding", "TensorScatter"}),
+}
 _ROW_WISE = _ALONG_AXIS | {
     "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
     "Floor", "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
-    "GreaterOrEqual", "GroupQueryAttention", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
+    "GreaterOrEqual", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
     "MatMulIntegerToFloat", "MatMulNBits", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "QuantizeLinear",
     "RMSNormalization", "Range", "Reciprocal", "Relu", "Reshape", "Round", "ScatterElements", "Shape", "Sigmoid",
     "Sign", "Sin", "Slice", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Swish", "Tanh", "Tile", "Transpose",
@@ -41,13 +48,14 @@ _ROW_WISE = _ALONG_AXIS | {
 
 def finish(
     model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None,
-    scales: Scales | None = None,
+    scales: Scales | None = None, *, dialect: Dialect = "ort",
 ) -> dict[str, Round]:  # fmt: skip
     """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised.
 
-    scales: of keys and values, where they are to be stored as integers.
+    scales: of keys and values, where they are to be stored as integers. In the TensorRT dialect weights are fp32, and
+    every operator stays a standard one.
     """
-    rounding = attach_weights(model.graph, weights, precision, forms)
+    rounding = attach_weights(model.graph, weights, precision, forms, dialect=dialect)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
     _drop_idle_reshapes(model.graph)
@@ -56,7 +64,10 @@ def finish(
     _remove_unused(model)
     if scales:
         store_kv_as_int8(model.graph, scales)
-    model.opset_imports.setdefault("com.microsoft", 1)
+    if dialect == "ort":
+        model.opset_imports.setdefault("com.microsoft", 1)
+    else:  # what opset 24 changed in the operators of 23 are additional types and inputs
+        model.opset_imports[""] = _TENSORRT_OPSET
     return rounding
 
 
@@ -78,14 +89,16 @@ def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
     ir.save(model, path)
 
 
-def lint(graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+def lint(
+    graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], *, dialect: Dialect = "ort"
+) -> None:
     """Check the graph against the contract and the operators that keep rows apart.
 
     Raises `UnsupportedModelError` for an operator that may mix rows, `ExportError` for another name or shape.
     """
     for node in graph:
         if (
-            node.op_type not in _ROW_WISE
+            node.op_type not in _ROW_WISE | _ATTENTION[dialect]
             or (node.op_type in _ALONG_AXIS and not _on_last_axis(node))
             or (node.op_type in _FIXED_SCALE and not _is_constant(graph, node.inputs[_FIXED_SCALE[node.op_type]]))
         ):

@@ -3,6 +3,7 @@
 Every multiplication by a weight W [N, K] ends as one of
   MatMul(x, W^T)              fp32; transposed while the file is written
   FusedMatMul(x, W)           fp32, the output matrix of a model that ties it to the embedding: stored once
+  MatMul(x, Transpose(W))     the same in the TensorRT dialect
   MatMulNBits(x, blocks)      int8, int4; the embedding reads blocks through GatherBlockQuantized, the same ones if tied
   MatMulIntegerToFloat        int8; see products.py
 At int4 blocks have a scale and an offset each, w = scale (q - 8) + offset. The offsets, where there are any, are
@@ -33,7 +34,7 @@ from specrt_export.quantize import (
     quantize,
     quantize_offset,
 )
-from specrt_profiles.profile import Precision
+from specrt_profiles.profile import Dialect, Precision
 
 SAME_BYTES = "specrt.same_bytes_as"
 _MS = "com.microsoft"
@@ -52,8 +53,9 @@ def product_groups(graph: ir.Graph, tensors: Mapping[str, torch.Tensor]) -> list
 
 
 def attach_weights(
-    graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None
-) -> dict[str, Round]:
+    graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None,
+    *, dialect: Dialect = "ort",
+) -> dict[str, Round]:  # fmt: skip
     """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
 
     Tensors that share storage become one initializer. Nothing is kept or converted before the file is written.
@@ -63,7 +65,7 @@ def attach_weights(
     """
     forms = dict(forms or {})
     tensors = _merge_tied(graph, tensors, forms)
-    store = _Store(graph, tensors, precision, forms)
+    store = _Store(graph, tensors, precision, forms, dialect)
     for node in list(graph):
         if node.op_type in ("MatMul", "Gemm"):
             store.rewrite_product(node)
@@ -80,13 +82,14 @@ class _Store:
     """Rewrites nodes of one graph and keeps one set of blocks per quantised weight."""
 
     def __init__(
-        self, graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: dict[str, Form]
-    ) -> None:
+        self, graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: dict[str, Form],
+        dialect: Dialect,
+    ) -> None:  # fmt: skip
         self._editor = Editor(graph)
         self._tensors = tensors
         self._integer = {name: form for name, form in forms.items() if form.kind != "block"}
         self.products = IntegerProducts(self._editor, tensors, self._integer)
-        self._precision = precision
+        self._precision, self._dialect = precision, dialect
         self._blocks: dict[str, list[ir.Value]] = {}
         self._sums: dict[ir.Value, ir.Value] = {}  # of blocks of 32, by the value they are of
         self.rounding: dict[str, Round] = {}
@@ -110,6 +113,8 @@ class _Store:
         if not stored_transposed or node.inputs[1] is weight:
             return  # the operand is used as it is stored
         if len(weight.uses()) > 1 and node.op_type == "MatMul":
+            if self._dialect == "tensorrt":
+                return  # a standard Transpose of the table, which TensorRT folds
             self._editor.replace(node, ir.node("FusedMatMul", [node.inputs[0], weight], {"transB": 1}, domain=_MS))
             return
         name, tensor = str(weight.name), self._tensors[str(weight.name)]
