@@ -5,7 +5,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from specrt_export import support
 from specrt_export.checkpoint import resolve
-from specrt_export.decoder import trace
+from specrt_export.decoder import Dialect, trace
 from specrt_export.dialect_ort import OrtDialect
 from specrt_export.dialect_trt import TensorrtDialect
 from specrt_export.engine import EngineRequest, build_engine
@@ -41,7 +41,7 @@ from specrt_profiles.vocabulary import check_draft_vocabulary, tokens_by_id
 NO_ENGINE = ("ngram", "none")  # values of `draft` that need no exported engine
 _TOOLS = ("specrt", "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime")
 _MODEL_DRAFTER = "model"
-_DIALECTS = {"ort": OrtDialect, "tensorrt": TensorrtDialect}
+_DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensorrt": TensorrtDialect}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,12 @@ class OrtDialect:
         batch, heads, width, size = query.shape
         past = call.past[layer]
         flat = [x.transpose(1, 2).reshape(batch, width, x.shape[1] * size) for x in (query, key, value)]
-        inputs: list[torch.Tensor | None] = [*flat, *past, call.inputs["seqlens_k"], call.inputs["total_sequence_length"]]
+        inputs: list[torch.Tensor | None] = [
+            *flat,
+            *past,
+            call.inputs["seqlens_k"],
+            call.inputs["total_sequence_length"],
+        ]
         attributes: dict[str, Any] = {
             "num_heads": heads,
             "kv_num_heads": key.shape[1],

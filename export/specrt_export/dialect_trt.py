@@ -5,6 +5,8 @@ input of the network and the result an output. What a row may see is a mask made
 slot's number is its token's position. See `lint_trt` for what TensorRT takes.
 """
 
+from typing import Any
+
 import torch
 import torch.onnx
 
@@ -52,7 +54,7 @@ class TensorrtDialect:
 
 def _rotate(x: torch.Tensor, rotary: Rotary, position_ids: torch.Tensor) -> torch.Tensor:
     size = 2 * rotary.cos.shape[-1]
-    attributes = {"interleaved": int(rotary.style == "interleaved")}
+    attributes: dict[str, Any] = {"interleaved": int(rotary.style == "interleaved")}
     if size < x.shape[-1]:
         attributes["rotary_embedding_dim"] = size
     return torch.onnx.ops.symbolic(

@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,13 +19,14 @@ from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
 from specrt_export.fit import fit_blocks, to_round
 from specrt_export.integer import KINDS, Form, is_linear, plan
-from specrt_export.kv import Scales, kv_scales
+from specrt_export.kv import kv_scales
 from specrt_export.lint_trt import lint_tensorrt
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
+from specrt_export.quantize import OffsetBlocks
 from specrt_export.support import TASK
 from specrt_export.timing import integer_products_are_exact, product_seconds
-from specrt_export.weights import product_groups
+from specrt_export.weights import Chosen, product_groups
 from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo, Parity
 from specrt_profiles.profile import Profile
@@ -76,18 +77,14 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         source = parity.source_logits(model, texts)
         write_reference(reference, texts, source)
     path = folder / f"{name}.onnx"
-    written = cache(partial(_self_written, model, request, tokenizer, progress))
-    if profile.precision == "int4":
-        _fit_blocks(model, request, written, progress)
-    forms = _choose_forms(model, request, written, progress) if profile.precision == "int8" else None
-    scales = kv_scales(model, written()) if profile.kv_precision == "int8" else None
-    hashes, rounding = _write_graph(model, request, (forms, scales), path, progress)
+    chosen = _choose(model, request, tokenizer, progress)
+    hashes, rounding = _write_graph(model, request, chosen, path, progress)
     weight_bytes = graph.read_bytes(request.traced)
     rounded = None
-    if rounding or scales:
+    if rounding or chosen.kv:
         with progress.step(f"{name}: logits of the source with rounded weights"):
             rounded = parity.source_logits(model, texts[:1], rounding)
-    del model
+    del model, chosen, rounding
     gc.collect()  # the session that checks parity may need the memory
     with progress.step(f"{name}: parity and row exactness"):
         if rounded is not None:
@@ -103,8 +100,8 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         precision=profile.precision,
         model=_model_info(request.checkpoint, architecture), capacity=profile.capacity, slots=profile.slots,
         prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=request.dims.vocab_size,
-        weight_bytes=weight_bytes, inputs=graph_inputs(request.dims, profile), outputs=graph_outputs(request.dims, profile),
-        parity=measured, exact_widths=exact,
+        weight_bytes=weight_bytes, inputs=graph_inputs(request.dims, profile),
+        outputs=graph_outputs(request.dims, profile), parity=measured, exact_widths=exact,
     )  # fmt: skip
     files = {file: FileEntry(size=(folder / file).stat().st_size, sha256=digest) for file, digest in hashes.items()}
     return BuiltEngine(spec=spec, files=files, generation_config=generation_config)
@@ -144,6 +141,17 @@ def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:
         )
 
 
+def _choose(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> Chosen:
+    """Find out by measuring what the precisions leave open; the text that takes is written once."""
+    profile = request.profile
+    written = cache(partial(_self_written, model, request, tokenizer, progress))
+    return Chosen(
+        forms=_choose_forms(model, request, written, progress) if profile.precision == "int8" else {},
+        blocks=_fit_blocks(model, request, written, progress) if profile.precision == "int4" else {},
+        kv=kv_scales(model, written()) if profile.kv_precision == "int8" else {},
+    )
+
+
 def _choose_forms(
     model: Any, request: EngineRequest, written: Callable[[], Texts], progress: Progress
 ) -> dict[str, Form]:
@@ -166,22 +174,24 @@ def _choose_forms(
     return {f"decoder.{name}": form for name, form in forms.items()}
 
 
-def _fit_blocks(model: Any, request: EngineRequest, written: Callable[[], Texts], progress: Progress) -> None:
-    """Round the weights that blocks of 4 bits will hold, on what the model itself writes."""
+def _fit_blocks(
+    model: Any, request: EngineRequest, written: Callable[[], Texts], progress: Progress
+) -> dict[str, OffsetBlocks]:
+    """Round the weights that blocks of 4 bits cannot hold as they are, on what the model itself writes."""
     groups = _linear_groups(model, request)
     left = to_round(model, groups, vocab_size=request.dims.vocab_size)
     count = sum(map(len, left))
-    progress.say(
-        f"    {count} matrices to round to 4 bits; {sum(map(len, groups)) - count} keep their values or 8 bits"
-    )
+    kept = sum(map(len, groups)) - count
+    progress.say(f"    {count} matrices to round to 4 bits; {kept} keep their values or 8 bits")
     if not left:
-        return
+        return {}
     texts = written()
     with progress.step(f"{request.name}: read it"):
         inputs = inputs_of(model, texts, left)
     size = sum(model.get_parameter(name).numel() for group in left for name in group)
     with progress.bar(f"{request.name}: round weights to 4 bits", size) as advance:
-        fit_blocks(model, left, inputs, advance)
+        blocks = fit_blocks(model, left, inputs, advance)
+    return {f"decoder.{name}": block for name, block in blocks.items()}
 
 
 def _self_written(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> Texts:
@@ -197,19 +207,12 @@ def _linear_groups(model: Any, request: EngineRequest) -> list[tuple[str, ...]]:
 
 
 def _write_graph(
-    model: Any,
-    request: EngineRequest,
-    chosen: tuple[Mapping[str, Form] | None, Scales | None],
-    path: Path,
-    progress: Progress,
+    model: Any, request: EngineRequest, chosen: Chosen, path: Path, progress: Progress
 ) -> tuple[dict[str, str], dict[str, Round]]:
-    """Fuse and write the graph with its weights; return each file's SHA-256, and the rounding by parameter name.
-
-    chosen: the forms of int8 products and the scales of int8 keys and values, where there are such.
-    """
+    """Fuse and write the graph with its weights; return each file's SHA-256, and the rounding by parameter name."""
     profile, traced = request.profile, request.traced
     with progress.step(f"{request.name}: fuse the graph"):
-        rounding = graph.finish(traced, weights_of(model), profile.precision, *chosen, dialect=profile.dialect)
+        rounding = graph.finish(traced, weights_of(model), profile.precision, chosen, dialect=profile.dialect)
         if profile.dialect == "tensorrt":
             lint_tensorrt(traced)
         inputs, outputs = graph_inputs(request.dims, profile), graph_outputs(request.dims, profile)
@@ -241,7 +244,9 @@ def _prove(
 ) -> tuple[Parity, tuple[int, ...]]:
     """Compare the written graph with the source, and find the widths that give equal bits."""
     profile = request.profile
-    runner = parity.GraphRunner(path, graph_inputs(request.dims, profile), graph_outputs(request.dims, profile), profile)
+    runner = parity.GraphRunner(
+        path, graph_inputs(request.dims, profile), graph_outputs(request.dims, profile), profile
+    )
     measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     rounds_kv_alone = profile.precision == "fp32" and profile.kv_precision == "int8"
     parity.check(measured, "int8" if rounds_kv_alone else profile.precision, request.checkpoint.name)

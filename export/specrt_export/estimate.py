@@ -10,6 +10,9 @@ from specrt_profiles.tensors import DecoderDims
 # in blocks and others are not, which is decided later.
 _BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 2.5 / 32, "int4": 0.5 + 8 / 32}
 _LIBRARIES = 900_000_000  # torch, transformers and the exporter themselves, measured
+_SEEN = (
+    2 * 1600 * 6
+)  # bytes per layer and channel: inputs of about 6 times the hidden size, of 1600 tokens, in bfloat16
 _PACKED = 1.1  # ONNX Runtime packs most weights into copies of its own, measured
 
 
@@ -31,6 +34,8 @@ def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile, *, tie
     kv = dims.kv_bytes(profile.slots, profile.kv_precision)
     logits = 4 * dims.vocab_size * num_rows
     loading = checkpoint.weight_bytes + 3 * 4 * dims.vocab_size * dims.hidden_size + 2 * logits
+    if profile.precision == "int4":  # weights as blocks, and what the products see
+        loading += artifact + _SEEN * dims.num_layers * dims.hidden_size
     checking = int(artifact * _PACKED) + artifact + kv + 3 * logits
     return Estimate(artifact=artifact, kv=kv, peak_memory=_LIBRARIES + max(loading, checking))
 

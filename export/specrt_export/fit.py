@@ -2,7 +2,7 @@
 
 The weights of a layer are put on grids of 16 values per block of 32, column by column; what a column loses is made up
 for by the columns after it, as far as the layer's inputs let it. Matrices that lie on such grids already are left
-alone. What comes out is stored exactly, as a checkpoint that was 4-bit before is.
+alone: blocks hold them as they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import nn
 
 from specrt_export.editor import as_rows
 from specrt_export.integer import Group, is_stored_transposed
-from specrt_export.quantize import BLOCK, lies_on_grid
+from specrt_export.quantize import BLOCK, OffsetBlocks, lies_on_grid, quantize_offset
 
 _DAMPING = 0.05  # of the mean of the diagonal; five times the paper's, because the inputs are few
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of a block's range: values at its ends may be cut for a finer grid
@@ -37,18 +37,20 @@ def to_round(model: nn.Module, groups: Sequence[Group], *, vocab_size: int) -> l
 
 def fit_blocks(
     model: nn.Module, groups: Sequence[Group], inputs: Mapping[str, torch.Tensor], advance: Callable[[int], object]
-) -> None:
-    """Round a model's weights in place, to float32 whatever type they had.
+) -> dict[str, OffsetBlocks]:
+    """Return a model's weights as blocks of 4 bits, by parameter name.
 
     groups: parameter names of products with one input; inputs: what each group saw [n, K], by its first name.
     `advance` is told how many weights are done.
     """
+    blocks: dict[str, OffsetBlocks] = {}
     for group in groups:
         factor = inverse_factor(inputs[group[0]].float())
         for name in group:
             fitted = fit_matrix(torch.from_numpy(_rows(model, name).copy()), factor)
-            model.get_parameter(name).data = fitted if _is_rows(model, name) else fitted.T.contiguous()
+            blocks[name] = quantize_offset(fitted.numpy())
             advance(fitted.numel())
+    return blocks
 
 
 def inverse_factor(inputs: torch.Tensor) -> torch.Tensor:
@@ -99,8 +101,5 @@ def _on_grid(values: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> tor
 
 
 def _rows(model: nn.Module, name: str) -> NDArray[np.float32]:
-    return as_rows(model.get_parameter(name), _is_rows(model, name))
-
-
-def _is_rows(model: nn.Module, name: str) -> bool:
-    return is_stored_transposed(model.get_submodule(name.rpartition(".")[0]))
+    """Return a weight as [N, K]."""
+    return as_rows(model.get_parameter(name), is_stored_transposed(model.get_submodule(name.rpartition(".")[0])))

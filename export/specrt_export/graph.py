@@ -1,7 +1,7 @@
 """From a traced decoder to the graph that ships: weights, fusion, lint, one data file."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -11,12 +11,11 @@ from onnxscript.rewriter import onnx_fusions
 
 from specrt_export.editor import Editor
 from specrt_export.errors import ExportError, UnsupportedModelError
-from specrt_export.integer import Form
-from specrt_export.kv import Scales, store_kv_as_floats, store_kv_as_int8
+from specrt_export.kv import store_kv_as_floats, store_kv_as_int8
 from specrt_export.packing import pack_products
 from specrt_export.parity import Round
-from specrt_export.weights import SAME_BYTES, attach_weights
-from specrt_profiles.profile import Dialect, Precision
+from specrt_export.weights import SAME_BYTES, Chosen, attach_weights
+from specrt_profiles.profile import DialectName, Precision
 from specrt_profiles.tensors import TensorSpec
 
 _FOLD_LIMIT = 4096  # values; weights are far larger and must stay lazy
@@ -31,7 +30,7 @@ _TENSORRT_OPSET = 24
 _ALONG_AXIS = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "Softmax", "TopK"})
 _FIXED_SCALE = {"QuantizeLinear": 1, "MatMulIntegerToFloat": 2}  # the input that has to be one constant
 _GATHERS = frozenset({"Gather", "GatherBlockQuantized"})
-_ATTENTION: dict[Dialect, frozenset[str]] = {
+_ATTENTION: dict[DialectName, frozenset[str]] = {
     "ort": frozenset({"GroupQueryAttention"}),
     "tensorrt": frozenset({"Attention", "RotaryEmbedding", "TensorScatter"}),
 }
@@ -47,23 +46,25 @@ _ROW_WISE = _ALONG_AXIS | {
 
 
 def finish(
-    model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None,
-    scales: Scales | None = None, *, dialect: Dialect = "ort",
-) -> dict[str, Round]:  # fmt: skip
-    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised.
-
-    scales: of keys and values, where they are to be stored as integers. In the TensorRT dialect weights are fp32, and
-    every operator stays a standard one.
-    """
-    rounding = attach_weights(model.graph, weights, precision, forms, dialect=dialect)
+    model: ir.Model,
+    weights: dict[str, torch.Tensor],
+    precision: Precision,
+    chosen: Chosen,
+    *,
+    dialect: DialectName = "ort",
+) -> dict[str, Round]:
+    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised."""
+    rounding = attach_weights(model.graph, weights, precision, chosen)
+    if dialect == "tensorrt":
+        _split_fused_products(model.graph)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
     _drop_idle_reshapes(model.graph)
     _remove_unused(model)  # what nobody reads would count as a reader
     pack_products(model.graph)
     _remove_unused(model)
-    if scales:
-        store_kv_as_int8(model.graph, scales)
+    if chosen.kv:
+        store_kv_as_int8(model.graph, chosen.kv)
     if dialect == "ort":
         model.opset_imports.setdefault("com.microsoft", 1)
     else:  # what opset 24 changed in the operators of 23 are additional types and inputs
@@ -90,7 +91,7 @@ def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
 
 
 def lint(
-    graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], *, dialect: Dialect = "ort"
+    graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], *, dialect: DialectName = "ort"
 ) -> None:
     """Check the graph against the contract and the operators that keep rows apart.
 
@@ -177,6 +178,14 @@ def read_bytes(model: ir.Model) -> int:
             place = (tensor.offset or 0) if isinstance(tensor, ir.ExternalTensor) else name
             sizes[place] = tensor.nbytes
     return sum(sizes.values())
+
+
+def _split_fused_products(graph: ir.Graph) -> None:
+    """Write products with a table that is also gathered from in standard operators; engines fold the transposition."""
+    for node in list(graph):
+        if node.op_type == "FusedMatMul":
+            flipped = ir.node("Transpose", [node.inputs[1]], {"perm": [1, 0]})
+            Editor(graph).replace(node, flipped, ir.node("MatMul", [node.inputs[0], flipped.outputs[0]]))
 
 
 def _is_constant(graph: ir.Graph, value: ir.Value | None) -> bool:

@@ -3,7 +3,6 @@
 Every multiplication by a weight W [N, K] ends as one of
   MatMul(x, W^T)              fp32; transposed while the file is written
   FusedMatMul(x, W)           fp32, the output matrix of a model that ties it to the embedding: stored once
-  MatMul(x, Transpose(W))     the same in the TensorRT dialect
   MatMulNBits(x, blocks)      int8, int4; the embedding reads blocks through GatherBlockQuantized, the same ones if tied
   MatMulIntegerToFloat        int8; see products.py
 At int4 blocks have a scale and an offset each, w = scale (q - 8) + offset. The offsets, where there are any, are
@@ -12,6 +11,7 @@ slower. Products with one input are merged afterwards, see packing.py.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from specrt_export.editor import Editor, as_rows, fp32, lazy, shape_of_rows, weight_operand
 from specrt_export.integer import Form
+from specrt_export.kv import Scales
 from specrt_export.parity import Round
 from specrt_export.products import IntegerProducts
 from specrt_export.quantize import (
@@ -34,11 +35,24 @@ from specrt_export.quantize import (
     quantize,
     quantize_offset,
 )
-from specrt_profiles.profile import Dialect, Precision
+from specrt_profiles.profile import Precision
 
 SAME_BYTES = "specrt.same_bytes_as"
 _MS = "com.microsoft"
 _EMBEDDING_BITS = 8  # embedding and output matrix: 4 bits cost more quality there than they save bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What was found by measuring and is not in the weights themselves, by initializer.
+
+    forms: how to compute int8 products; those it leaves out are computed in blocks. blocks: weights [N, K] as 4 bits;
+    those it leaves out are rounded to the nearest values. kv: scales of int8 keys and values.
+    """
+
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    blocks: Mapping[str, OffsetBlocks] = field(default_factory=dict)
+    kv: Scales = field(default_factory=dict)
 
 
 def product_groups(graph: ir.Graph, tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
@@ -53,19 +67,18 @@ def product_groups(graph: ir.Graph, tensors: Mapping[str, torch.Tensor]) -> list
 
 
 def attach_weights(
-    graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: Mapping[str, Form] | None = None,
-    *, dialect: Dialect = "ort",
-) -> dict[str, Round]:  # fmt: skip
+    graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, chosen: Chosen | None = None
+) -> dict[str, Round]:
     """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
 
     Tensors that share storage become one initializer. Nothing is kept or converted before the file is written.
-    forms: how to compute int8 products, by weight; those it leaves out are computed in blocks.
     Returns what happens to the values of each quantised tensor, by name: a function from the stored matrix to the
     one that the graph computes with.
     """
-    forms = dict(forms or {})
+    chosen = chosen or Chosen()
+    forms = dict(chosen.forms)
     tensors = _merge_tied(graph, tensors, forms)
-    store = _Store(graph, tensors, precision, forms, dialect)
+    store = _Store(graph, tensors, precision, replace(chosen, forms=forms))
     for node in list(graph):
         if node.op_type in ("MatMul", "Gemm"):
             store.rewrite_product(node)
@@ -81,15 +94,13 @@ def attach_weights(
 class _Store:
     """Rewrites nodes of one graph and keeps one set of blocks per quantised weight."""
 
-    def __init__(
-        self, graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, forms: dict[str, Form],
-        dialect: Dialect,
-    ) -> None:  # fmt: skip
+    def __init__(self, graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, chosen: Chosen) -> None:
         self._editor = Editor(graph)
         self._tensors = tensors
-        self._integer = {name: form for name, form in forms.items() if form.kind != "block"}
+        self._integer = {name: form for name, form in chosen.forms.items() if form.kind != "block"}
+        self._fitted = chosen.blocks
         self.products = IntegerProducts(self._editor, tensors, self._integer)
-        self._precision, self._dialect = precision, dialect
+        self._precision = precision
         self._blocks: dict[str, list[ir.Value]] = {}
         self._sums: dict[ir.Value, ir.Value] = {}  # of blocks of 32, by the value they are of
         self.rounding: dict[str, Round] = {}
@@ -113,8 +124,6 @@ class _Store:
         if not stored_transposed or node.inputs[1] is weight:
             return  # the operand is used as it is stored
         if len(weight.uses()) > 1 and node.op_type == "MatMul":
-            if self._dialect == "tensorrt":
-                return  # a standard Transpose of the table, which TensorRT folds
             self._editor.replace(node, ir.node("FusedMatMul", [node.inputs[0], weight], {"transB": 1}, domain=_MS))
             return
         name, tensor = str(weight.name), self._tensors[str(weight.name)]
@@ -147,10 +156,12 @@ class _Store:
         """
         tensor = self._tensors[name]
         rows, blocks = attributes["N"], attributes["K"] // BLOCK
-        offset = needs_offsets(as_rows(tensor, stored_transposed))
+        fitted = self._fitted.get(name)
+        offset = fitted.offsets.any() if fitted else needs_offsets(as_rows(tensor, stored_transposed))
         last = "offsets" if offset else "scales"
-        source = _LazyParts(lambda: quantize_offset(as_rows(tensor, stored_transposed)), last=last)
-        self.rounding[name] = partial(in_stored_order, _in_offset_blocks, transposed=stored_transposed)
+        source = _LazyParts(lambda: fitted or quantize_offset(as_rows(tensor, stored_transposed)), last=last)
+        in_blocks = partial(_in_offset_blocks, fitted=fitted)
+        self.rounding[name] = partial(in_stored_order, in_blocks, transposed=stored_transposed)
         parts = [
             ("packed", ir.DataType.UINT8, (rows, blocks, BLOCK // 2)),
             ("scales", ir.DataType.FLOAT, (rows, blocks)),
@@ -243,8 +254,8 @@ class _LazyParts:
         return self._make()
 
 
-def _in_offset_blocks(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-    return dequantize_offset(quantize_offset(matrix))
+def _in_offset_blocks(matrix: NDArray[np.float32], *, fitted: OffsetBlocks | None) -> NDArray[np.float32]:
+    return dequantize_offset(fitted or quantize_offset(matrix))
 
 
 def _in_blocks(matrix: NDArray[np.float32], *, bits: int) -> NDArray[np.float32]:

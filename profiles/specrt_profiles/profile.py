@@ -11,7 +11,7 @@ from specrt_profiles.errors import ProfileError
 
 Precision = Literal["fp32", "int8", "int4"]
 KvPrecision = Literal["fp32", "int8"]
-Dialect = Literal["ort", "tensorrt"]
+DialectName = Literal["ort", "tensorrt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Profile:
     precision: Precision = "fp32"
     draft_precision: Precision = "int4"
     kv_precision: KvPrecision = "fp32"
-    dialect: Dialect = "ort"
+    dialect: DialectName = "ort"
     num_draft_tokens: int = 5
 
     def __post_init__(self) -> None:

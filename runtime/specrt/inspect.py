@@ -9,6 +9,7 @@ import numpy as np
 from specrt_profiles.codec import encode
 from specrt_profiles.generation import GenerationDefaults, read_generation
 from specrt_profiles.manifest import EngineSpec, read_manifest
+from specrt_profiles.tensors import TensorSpec
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -38,8 +39,13 @@ def show(folder: Path) -> str:
 
 def kv_bytes(engine: EngineSpec) -> int:
     """Return the size of an engine's KV buffers."""
-    past = (tensor for tensor in engine.inputs if tensor.name.startswith("past_"))
-    return sum(np.dtype(tensor.dtype).itemsize * math.prod(int(dim) for dim in tensor.shape) for tensor in past)
+    return sum(
+        np.dtype(tensor.dtype).itemsize * math.prod(int(dim) for dim in tensor.shape) for tensor in _past(engine)
+    )
+
+
+def _past(engine: EngineSpec) -> list[TensorSpec]:
+    return [tensor for tensor in engine.inputs if tensor.name.startswith("past_")]
 
 
 def _engine(engine: EngineSpec) -> list[str]:
@@ -48,7 +54,7 @@ def _engine(engine: EngineSpec) -> list[str]:
     return [
         f"{model.name} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {engine.precision})",
         f"from {model.source}{revision}, licence {model.licence or 'not stated'}",
-        f"capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB",
+        f"capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB ({_past(engine)[0].dtype})",
         f"prefill in chunks of {engine.prefill_width}, verify widths {_list(engine.verify_widths)} "
         f"(bit-equal when exported: {_list(engine.exact_widths)})",
         f"against its source over {parity.num_rows} rows: max |diff| {parity.max_abs_diff:.2g}, "

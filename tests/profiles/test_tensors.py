@@ -19,7 +19,9 @@ def test_the_outputs_are_logits_and_the_same_buffers() -> None:
 
 
 def test_types_and_shapes_are_the_documented_ones() -> None:
-    found = {spec.name: (spec.dtype, spec.shape) for spec in (*graph_inputs(DIMS, PROFILE), *graph_outputs(DIMS, PROFILE))}
+    found = {
+        spec.name: (spec.dtype, spec.shape) for spec in (*graph_inputs(DIMS, PROFILE), *graph_outputs(DIMS, PROFILE))
+    }
     assert found["input_ids"] == found["position_ids"] == ("int64", (1, "width"))
     assert found["seqlens_k"] == ("int32", (1,))
     assert found["total_sequence_length"] == ("int32", ())

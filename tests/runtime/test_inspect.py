@@ -20,7 +20,7 @@ def test_the_page_shows_what_matters(tiny_artifact: Path) -> None:
         "LlamaForCausalLM",
         "fp32",
         "int4",
-        "capacity 128 tokens",
+        "capacity 128 tokens, KV buffers 0 MB (float32)",
         "verify widths 2, 4, 6, 10, 16",
         "bit-equal when exported: 2, 4, 6, 10, 16",
         "end ids 0",
