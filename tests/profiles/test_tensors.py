@@ -1,5 +1,7 @@
 """The call contract: names, order, types and shapes."""
 
+from dataclasses import replace
+
 from specrt_profiles.profile import Profile
 from specrt_profiles.tensors import DecoderDims, graph_inputs, graph_outputs
 
@@ -28,6 +30,15 @@ def test_types_and_shapes_are_the_documented_ones() -> None:
     assert found["logits_indices"] == ("int64", ("rows",))
     assert found["logits"] == ("float32", (1, "rows", 300))
     assert found["past_key.1"] == found["past_value.0"] == found["present_value.1"] == ("float32", (1, 2, 116, 16))
+
+
+def test_the_tensorrt_dialect_says_where_to_write_instead_of_how_long_the_buffers_are() -> None:
+    ort, trt = (graph_inputs(DIMS, replace(PROFILE, dialect=name)) for name in ("ort", "tensorrt"))
+    only_ort, only_trt = set(ort) - set(trt), set(trt) - set(ort)
+    assert {spec.name for spec in only_ort} == {"seqlens_k", "total_sequence_length"}
+    assert [(spec.name, spec.dtype, spec.shape) for spec in only_trt] == [("write_indices", "int64", (1,))]
+    assert [spec.name for spec in trt][:4] == ["input_ids", "position_ids", "write_indices", "logits_indices"]
+    assert graph_outputs(DIMS, PROFILE) == graph_outputs(DIMS, replace(PROFILE, dialect="tensorrt"))
 
 
 def test_kv_bytes_are_those_of_the_buffers() -> None:
