@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
@@ -16,7 +17,7 @@ import specrt
 import tiny
 from specrt.cli import main
 from specrt_export import dialect_trt
-from specrt_export.errors import ExportError
+from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_export.lint_trt import lint_tensorrt
 from specrt_export.parity import BOUNDS, GraphRunner
 from specrt_profiles.manifest import read_manifest
@@ -118,6 +119,19 @@ def test_a_window_narrower_than_the_context_is_seen(tmp_path: Path, monkeypatch:
 
 def widest_mask(original: Any) -> Any:
     return lambda dialect, call, _window: original(dialect, call, None)
+
+
+def test_an_export_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A soft cap as an attribute is right on ONNX Runtime, which the comparison runs on, but not taken by TensorRT."""
+
+    def capped(*qkv_and_mask: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+        like, options = qkv_and_mask[0], {"scale": scale, "softcap": softcap}
+        return torch.onnx.ops.symbolic("Attention", qkv_and_mask, options, dtype=like.dtype, shape=like.shape)
+
+    monkeypatch.setattr(dialect_trt, "_capped", capped)
+    source = tiny.make_model("gemma2", tmp_path / "source")
+    with pytest.raises(UnsupportedModelError, match=r"^TensorRT cannot run this graph: Attention \(.*softcap is not"):
+        tiny.export_tiny(source, tmp_path / "artifact", profile=PROFILE)
 
 
 @pytest.mark.parametrize(
