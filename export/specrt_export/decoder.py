@@ -38,16 +38,11 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Call:
-    """Inputs of the call being traced, by name, and the KV buffers by layer.
-
-    The dialect's attention leaves each layer's new buffers in `present`, and in `masks` [B, 1, W, S] what it has made
-    for one layer and can use in others, by window.
-    """
+    """Inputs of the call by name, and KV buffers; the dialect's attention leaves each layer's new ones in `present`."""
 
     inputs: Mapping[str, torch.Tensor]
     past: list[_Pair]
     present: dict[int, _Pair] = field(default_factory=dict)
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     rotary: Rotary | None = None
     rotated: _Pair | None = None
 

@@ -26,12 +26,12 @@ class TensorrtDialect:
     ) -> torch.Tensor:
         """Return [B, W, H, D] and store the layer's buffers; see `Dialect.attention` for the shapes."""
         query, key, value = qkv
+        positions, start = call.inputs["position_ids"], call.inputs["write_indices"]
         if options.rotary is not None:
-            query, key = (_rotate(x, options.rotary, call.inputs["position_ids"]) for x in (query, key))
+            query, key = (_rotate(x, options.rotary, positions) for x in (query, key))
         past_key, past_value = call.past[layer]
-        start = call.inputs["write_indices"]
         key, value = call.present[layer] = (_store(past_key, key, start), _store(past_value, value, start))
-        mask = self._mask(call, options.window)
+        mask = self._mask(positions, options.window)
         if options.softcap:
             out = _capped(query, key, value, mask, scale=options.scale, softcap=options.softcap)
         else:
@@ -41,15 +41,16 @@ class TensorrtDialect:
             )  # fmt: skip
         return out.transpose(1, 2)
 
-    def _mask(self, call: Call, window: int | None) -> torch.Tensor:
-        """Return the slots that each row sees, bool [B, 1, W, S]: its own, and those of the window before it."""
-        narrow = window if window is not None and window < self._capacity else None
-        if narrow not in call.masks:
-            slots = torch.arange(self._slots)[None, None, None]
-            position = call.inputs["position_ids"][:, None, :, None]
-            seen = slots <= position
-            call.masks[narrow] = seen if narrow is None else seen & (slots > position - narrow)
-        return call.masks[narrow]
+    def _mask(self, position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Return the slots that each row sees, bool [B, 1, W, S]: its own, and those of the window before it.
+
+        Layers with one window share it: the optimizer merges what is computed twice.
+        """
+        slots, position = torch.arange(self._slots)[None, None, None], position_ids[:, None, :, None]
+        seen = slots <= position
+        if window is None or window >= self._capacity:
+            return seen
+        return seen & (slots > position - window)
 
 
 def _rotate(x: torch.Tensor, rotary: Rotary, position_ids: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def test_a_window_narrower_than_the_context_is_seen(tmp_path: Path, monkeypatch:
 
 
 def widest_mask(original: Any) -> Any:
-    return lambda dialect, call, _window: original(dialect, call, None)
+    return lambda dialect, position_ids, _window: original(dialect, position_ids, None)
 
 
 def test_an_export_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
