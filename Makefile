@@ -1,6 +1,7 @@
 # All targets create the environment when it is missing. Variables: VENV (environment), PYTHON (interpreter that
-# makes it), ARTIFACT (folder to use), ARGS (passed on).
+# makes it), ARTIFACT (folder to use), ARGS (passed on), PEERS_VENV (environments of bench-peers).
 VENV ?= .venv
+PEERS_VENV ?= .venv-peers
 PYTHON ?= python3
 ARTIFACT ?= artifacts/smollm2-135m
 OUT ?= artifacts/$(patsubst %.gguf,%,$(notdir $(MODEL:/=)))
@@ -8,12 +9,13 @@ PROMPT ?= Summarise in one sentence: The library will be closed on Monday and Tu
   Books that are due on these days can be returned on Wednesday without a fine.
 READY := $(VENV)/.specrt-ready
 RUN := $(VENV)/bin
+PEERS_READY := $(PEERS_VENV)/specrt/.specrt-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint export generate bench check clean
+.PHONY: help demo test lint export generate bench bench-peers check clean
 
 help: ## Show this list.
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,8 +45,16 @@ generate: $(READY) ## Generate from PROMPT="..." with ARTIFACT=... .
 bench: $(READY) ## Compare plain and speculative decoding of ARTIFACT=... .
 	@$(RUN)/specrt bench "$(ARTIFACT)" $(ARGS)
 
+$(PEERS_READY): pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[peers]'
+	@touch $@
+
+bench-peers: $(PEERS_READY) ## Compare with other libraries, each in its own environment (docs/peers.md).
+	@$(<D)/bin/python -m benchmarks.peers --envs $(PEERS_VENV) $(ARGS)
+
 check: $(READY) ## Verify ARTIFACT=... on this machine.
 	@$(RUN)/specrt check "$(ARTIFACT)" $(ARGS)
 
-clean: ## Remove the environment and build leftovers; artifacts stay.
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache
+clean: ## Remove the environments and build leftovers; artifacts stay.
+	rm -rf $(VENV) $(PEERS_VENV) dist .mypy_cache .ruff_cache .pytest_cache

@@ -76,7 +76,11 @@ class Reader:
 SPEC: Any = SimpleNamespace(  # two layers with 3 heads of 4 values
     weight_bytes=1000,
     slots=80,
-    inputs=[SimpleNamespace(name=f"past_{kind}.{n}", shape=(1, 3, 80, 4)) for kind in ("key", "value") for n in (0, 1)],
+    inputs=[
+        SimpleNamespace(name=f"past_{kind}.{n}", dtype="float32", shape=(1, 3, 80, 4))
+        for kind in ("key", "value")
+        for n in (0, 1)
+    ],
 )
 
 
