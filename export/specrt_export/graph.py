@@ -53,7 +53,10 @@ def finish(
     *,
     dialect: DialectName = "ort",
 ) -> dict[str, Round]:
-    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised."""
+    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised.
+
+    dialect: the TensorRT one keeps to standard operators, at opset 24, and has no precision but fp32.
+    """
     rounding = attach_weights(model.graph, weights, precision, chosen)
     if dialect == "tensorrt":
         _split_fused_products(model.graph)
