@@ -126,6 +126,14 @@ class Manifest:
         """The engine whose output is the output."""
         return self.engines["target"]
 
+    def default_k(self, drafter: str) -> int:
+        """Return the k of a request that names none: the profile's for a draft model, the most there is for n-grams.
+
+        The n-gram drafter proposes no more than the length of its match warrants.
+        """
+        ngram = drafter in self.drafters and self.drafters[drafter].kind == "ngram"
+        return self.profile.max_draft_tokens if ngram else self.profile.num_draft_tokens
+
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json, the last file of an artifact to be written."""

@@ -21,8 +21,8 @@ class Profile:
     `capacity` is the longest sequence (prompt and generated tokens together) that can be held. `verify_widths`
     is the ladder of widths, in tokens, that a verify call may have: a proposal of k tokens takes the smallest
     width >= k + 1. Widths are even because a row's bits were measured to be the same for every even width, while
-    width 1 and odd widths may take other kernels. `dialect` says whose operators the graphs are made of, see
-    `specrt_profiles.tensors`.
+    width 1 and odd widths may take other kernels. `num_draft_tokens` is the k of a draft model if a request names none.
+    `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`.
     """
 
     name: str

@@ -142,7 +142,7 @@ Examples:
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines with 'turns' or 'prompt', and 'category'.")
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts per category.")
 @click.option(
-    "--ks", metavar="K,...", callback=options.parse_ints, help="Values of k; -k for a single one.  [default: 3,5,8]"
+    "--ks", metavar="K,...", callback=options.parse_ints, help="Values of k; -k for a single one.  [default: 3,5,15]"
 )
 @click.option(
     "--repeats",
@@ -188,7 +188,7 @@ def bench(
     if ks and "k" in given:
         raise click.UsageError("give --ks or -k, not both")
     repeats = repeats or 3
-    ks = ks or ([given.pop("k")] if "k" in given else [3, 5, 8])
+    ks = ks or ([given.pop("k")] if "k" in given else [3, 5, 15])
     texts = load_prompts(prompts, limit=limit)
     with load(artifact, threads=threads) as model:
         drafter = given.pop("drafter", model.manifest.default_drafter)

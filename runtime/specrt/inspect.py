@@ -29,7 +29,10 @@ def show(folder: Path) -> str:
     tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
     rows += [
         ("vocabulary", [f"{vocabulary.num_tokens} tokens, end ids {ends}, fingerprint {vocabulary.fingerprint[:12]}"]),
-        ("drafters", [f"{drafters}, k {profile.num_draft_tokens} of at most {profile.max_draft_tokens}"]),
+        (
+            "drafters",
+            [f"{drafters}, k {manifest.default_k(manifest.default_drafter)} of at most {profile.max_draft_tokens}"],
+        ),
         ("sampling", [_sampling(read_generation(folder))]),
         ("profile", [f"{profile.name}: {profile.description}"]),
         ("made with", [tools]),

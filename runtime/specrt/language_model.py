@@ -154,8 +154,8 @@ class LanguageModel:
         )  # fmt: skip
         params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
         how = resolve_speculation(
-            given, drafters=tuple(manifest.drafters), default=manifest.default_drafter,
-            default_k=manifest.profile.num_draft_tokens, max_k=self.max_k,
+            given, drafters={name: manifest.default_k(name) for name in manifest.drafters},
+            default=manifest.default_drafter, max_k=self.max_k,
         )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))

@@ -186,13 +186,16 @@ def resolve_sampling(
 
 
 def resolve_speculation(
-    given: Mapping[str, Any], *, drafters: Sequence[str], default: str, default_k: int, max_k: int
+    given: Mapping[str, Any], *, drafters: Mapping[str, int], default: str, max_k: int
 ) -> Speculation:
-    """Fill what `given` leaves out; raises `RequestError` for an unknown drafter or a k above the ladder."""
+    """Fill what `given` leaves out; `drafters` has the default k of each.
+
+    Raises `RequestError` for an unknown drafter or a k above the ladder.
+    """
     drafter = given.get("drafter", default)
     if drafter not in (*drafters, "none"):
         raise RequestError(f"drafter: the artifact has {', '.join((*drafters, 'none'))}, found {drafter!r}")
-    k = int(given.get("k", min(default_k, max_k)))
+    k = int(given.get("k", min(drafters.get(drafter, 0), max_k)))
     if not 0 <= k <= max_k:
         raise RequestError(f"k: expected 0 (plain) to {max_k} (the widest verify call less one), found {k}")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))

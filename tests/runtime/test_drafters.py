@@ -32,7 +32,7 @@ def reference(tokens: Sequence[int], limit: int, max_ngram: int, min_ngram: int)
         for start in range(len(tokens) - size - 1, -1, -1):
             if list(tokens[start : start + size]) == list(tokens[-size:]):
                 known = list(tokens)
-                for i in range(limit):
+                for i in range(min(limit, [1, 3, 5, 9][size - 1] if size < 5 else limit)):
                     known.append(known[start + size + i])
                 return tuple(known[len(tokens) :])
     return ()
@@ -44,8 +44,13 @@ def reference(tokens: Sequence[int], limit: int, max_ngram: int, min_ngram: int)
         ([1, 2, 3, 4, 1, 2], 3, (3, 4, 1)),
         ([1, 2, 9, 1, 2, 3, 1, 2], 2, (3, 1)),  # most recent
         ([7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2], 1, (5,)),  # longest first
-        ([1, 2, 1, 2], 5, (1, 2, 1, 2, 1)),  # beyond the end of the text
-        ([4, 4], 4, (4, 4, 4, 4)),
+        ([1, 2, 1, 2, 1, 2], 5, (1, 2, 1, 2, 1)),  # beyond the end of the text
+        ([4, 4, 4, 4], 4, (4, 4, 4, 4)),
+        ([4, 4], 4, (4,)),  # no more than the length of the match warrants
+        ([1, 2, 1, 2], 5, (1, 2, 1)),
+        ([5, 1, 2, 3, 9, 1, 2, 3], 9, (9, 1, 2, 3, 9)),
+        ([5, 6, 1, 2, 3, 9, 6, 1, 2, 3], 9, (9, 6, 1, 2, 3, 9, 6, 1, 2)),
+        ([6, 1, 2, 3, 4, 9, 7, 7, 6, 1, 2, 3, 4], 16, (9, 7, 7, 6, 1, 2, 3, 4) * 2),  # any length after 5 tokens
         ([1, 2, 3], 3, ()),
         ([1], 3, ()),
         ([], 3, ()),
@@ -55,7 +60,7 @@ def test_prompt_lookup(tokens: list[int], limit: int, expected: tuple[int, ...])
     assert look_up(tokens, limit) == expected
 
 
-@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(1, 1), (3, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(1, 1), (3, 1), (4, 2), (3, 3), (5, 1), (7, 4)])
 def test_prompt_lookup_is_a_scan_of_the_text(max_ngram: int, min_ngram: int) -> None:
     rng = np.random.default_rng(0)
     for size in (2, 3, 8):

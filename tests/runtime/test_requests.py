@@ -38,7 +38,7 @@ def resolve(tokenizer: Tokenizer) -> Any:
 
 def speculation(options: Mapping[str, Any], *, default_k: int = 3, max_k: int = 15) -> Any:
     return resolve_speculation(
-        check_options(options), drafters=("ngram", "model"), default="ngram", default_k=default_k, max_k=max_k
+        check_options(options), drafters={"ngram": default_k, "model": 2}, default="ngram", max_k=max_k
     )
 
 
@@ -232,7 +232,9 @@ def test_a_bad_word_that_is_not_unicode_is_refused(resolve: Any) -> None:
 
 def test_speculation_defaults_come_from_the_artifact() -> None:
     how = speculation({})
-    assert (how.drafter, how.k, how.prompt_lookup_max, how.prompt_lookup_min) == ("ngram", 3, 4, 1)
+    assert (how.drafter, how.k, how.prompt_lookup_max, how.prompt_lookup_min) == ("ngram", 3, 5, 1)
+    assert speculation({"drafter": "model"}).k == 2
+    assert speculation({"drafter": "none"}).k == 0
 
 
 def test_the_default_k_is_clamped_to_what_this_machine_can_verify() -> None:
@@ -260,7 +262,7 @@ def test_an_unknown_drafter_lists_those_there_are(drafter: Any) -> None:
     ("options", "longest", "shortest"),
     [
         ({"prompt_lookup_max": 2}, 2, 1),
-        ({"prompt_lookup_min": 2}, 4, 2),
+        ({"prompt_lookup_min": 2}, 5, 2),
         ({"prompt_lookup_min": 7}, 7, 7),
         ({"prompt_lookup_max": 6, "prompt_lookup_min": 3}, 6, 3),
     ],
