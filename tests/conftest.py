@@ -42,6 +42,15 @@ def tiny_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def tensorrt_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That Llama in the TensorRT dialect at fp32, with itself as draft."""
+    profile = tiny.profile(dialect="tensorrt", draft_precision="fp32")
+    return export_tiny(
+        tiny_source, tmp_path_factory.mktemp("tensorrt") / "tiny", draft=str(tiny_source), profile=profile
+    )
+
+
+@pytest.fixture(scope="session")
 def machine_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where measurements of this run are kept."""
     return tmp_path_factory.mktemp("machine")

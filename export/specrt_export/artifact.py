@@ -5,7 +5,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 
 from specrt_export import support
 from specrt_export.checkpoint import resolve
-from specrt_export.decoder import trace
+from specrt_export.decoder import Dialect, trace
 from specrt_export.dialect_ort import OrtDialect
+from specrt_export.dialect_trt import TensorrtDialect
 from specrt_export.engine import EngineRequest, build_engine
 from specrt_export.errors import ExportError
 from specrt_export.estimate import estimate, show_bytes
@@ -40,6 +41,7 @@ from specrt_profiles.vocabulary import check_draft_vocabulary, tokens_by_id
 NO_ENGINE = ("ngram", "none")  # values of `draft` that need no exported engine
 _TOOLS = ("specrt", "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime")
 _MODEL_DRAFTER = "model"
+_DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensorrt": TensorrtDialect}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     profile = (
         request.profile if base is None else replace(base.profile, draft_precision=request.profile.draft_precision)
     )
+    _check_dialect(profile, request.draft)
     target = None if request.model is None else _prepare("target", request.model, profile, request, progress)
     draft = None
     if request.draft not in NO_ENGINE:
@@ -116,7 +119,7 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
         f"tokens, peak memory of this export about {show_bytes(sizes.peak_memory)}"
     )
     with progress.step(f"{name}: trace the graph"):
-        traced = trace(config, dims, profile, OrtDialect(profile))
+        traced = trace(config, dims, profile, _DIALECTS[profile.dialect](profile))
     return EngineRequest(
         name=name, checkpoint=checkpoint, dims=dims, traced=traced, profile=profile, window=window,
         num_bytes=sizes.artifact,
@@ -197,6 +200,20 @@ def _list_files(folder: Path, manifest: Manifest) -> dict[str, FileEntry]:
         path.name: manifest.files.get(path.name) or FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
         for path in paths
     }
+
+
+def _check_dialect(profile: Profile, draft: str) -> None:
+    """Refuse a precision that the dialect does not have yet."""
+    if profile.dialect == "ort":
+        return
+    chosen = {"--precision": profile.precision, "--kv-precision": profile.kv_precision}
+    if draft not in NO_ENGINE:
+        chosen["--draft-precision"] = profile.draft_precision
+    for option, precision in chosen.items():
+        if precision != "fp32":
+            raise ExportError(
+                f"expected {option} fp32 for --dialect tensorrt, found {precision}: other precisions are not there yet"
+            )
 
 
 def _check_output(request: ExportRequest) -> None:

@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_export.rotary import Rotary, RotaryTable
 from specrt_profiles.profile import Profile
-from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+from specrt_profiles.tensors import DecoderDims, graph_inputs, graph_outputs
 
 OPSET = 23
 _ATTENTION = "specrt"
@@ -38,11 +38,9 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Call:
-    """Inputs of the call being traced; the dialect's attention leaves each layer's new KV buffers in `present`."""
+    """Inputs of the call by name, and KV buffers; the dialect's attention leaves each layer's new ones in `present`."""
 
-    position_ids: torch.Tensor
-    seqlens_k: torch.Tensor
-    total_sequence_length: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
     past: list[_Pair]
     present: dict[int, _Pair] = field(default_factory=dict)
     rotary: Rotary | None = None
@@ -136,43 +134,45 @@ class _Wrapper(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.call: Call | None = None
-        self._rows: torch.Tensor | None = None
         self._cache = cache_argument(decoder)
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, seqlens_k: torch.Tensor,
-        total_sequence_length: torch.Tensor, logits_indices: torch.Tensor, past: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        self.call = Call(position_ids, seqlens_k, total_sequence_length, list(zip(past[::2], past[1::2], strict=True)))
-        self._rows = logits_indices
+    def forward(self, call: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        self.call = Call(call, list(zip(past[::2], past[1::2], strict=True)))
         cache = {self._cache: _PassThrough()}
-        out = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=True, **cache)
+        ids = {name: call[name] for name in ("input_ids", "position_ids")}
+        out = self.decoder(**ids, use_cache=True, **cache)
         present = [self.call.present[layer] for layer in range(len(self.call.past))]
         return (out.logits, *(tensor for pair in present for tensor in pair))
 
     def rows_wanted(self) -> torch.Tensor:
         """Return the rows of the call being traced that get logits."""
-        assert self._rows is not None
-        return self._rows
+        assert self.call is not None
+        return self.call.inputs["logits_indices"]
 
 
 def _export(wrapper: nn.Module, dims: DecoderDims, profile: Profile) -> torch.onnx.ONNXProgram:
-    inputs, outputs = ort_inputs(dims, profile), ort_outputs(dims, profile)
+    inputs, outputs = graph_inputs(dims, profile), graph_outputs(dims, profile)
     sizes = {"width": 8, "rows": 4}
     symbols = {name: torch.export.Dim(name, min=0 if name == "rows" else 1, max=1 << 20) for name in sizes}
-    args, dynamic = [], []
+    args, dynamic = {}, {}
     for spec in inputs:
         shape = [sizes[d] if isinstance(d, str) else d for d in spec.shape]
-        args.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
-        dynamic.append({axis: symbols[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None)
+        args[spec.name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+        dynamic[spec.name] = {axis: symbols[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
+    kv = [spec.name for spec in inputs[-2 * dims.num_layers :]]
     with torch.no_grad():
         program = torch.onnx.export(
-            wrapper.eval(), (*args[:5], args[5:]), dynamo=True, optimize=False, verbose=False, opset_version=OPSET,
+            wrapper.eval(), _call_and_past(args, kv), dynamo=True, optimize=False, verbose=False, opset_version=OPSET,
             input_names=[spec.name for spec in inputs], output_names=[spec.name for spec in outputs],
-            dynamic_shapes=(*dynamic[:5], dynamic[5:]),
+            dynamic_shapes=_call_and_past(dynamic, kv),
         )  # fmt: skip
     assert program is not None
     return program
+
+
+def _call_and_past(named: Mapping[str, Any], kv: list[str]) -> tuple[dict[str, Any], list[Any]]:
+    """Arrange what belongs to the inputs as the wrapper takes them."""
+    return {name: value for name, value in named.items() if name not in kv}, [named[name] for name in kv]
 
 
 def _skeleton(config: Any) -> nn.Module:

@@ -23,7 +23,12 @@ class OrtDialect:
         batch, heads, width, size = query.shape
         past = call.past[layer]
         flat = [x.transpose(1, 2).reshape(batch, width, x.shape[1] * size) for x in (query, key, value)]
-        inputs: list[torch.Tensor | None] = [*flat, *past, call.seqlens_k, call.total_sequence_length]
+        inputs: list[torch.Tensor | None] = [
+            *flat,
+            *past,
+            call.inputs["seqlens_k"],
+            call.inputs["total_sequence_length"],
+        ]
         attributes: dict[str, Any] = {
             "num_heads": heads,
             "kv_num_heads": key.shape[1],
@@ -31,7 +36,7 @@ class OrtDialect:
             "do_rotary": int(options.rotary is not None),
         }
         if options.rotary is not None:
-            inputs += [options.rotary.cos, options.rotary.sin, call.position_ids]
+            inputs += [options.rotary.cos, options.rotary.sin, call.inputs["position_ids"]]
             attributes["rotary_interleaved"] = int(options.rotary.style == "interleaved")
         if options.window is not None and options.window < self._capacity:
             attributes["local_window_size"] = options.window

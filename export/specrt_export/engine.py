@@ -20,6 +20,7 @@ from specrt_export.errors import CheckpointError, ExportError
 from specrt_export.fit import fit_blocks, to_round
 from specrt_export.integer import KINDS, Form, is_linear, plan
 from specrt_export.kv import kv_scales
+from specrt_export.lint_trt import lint_tensorrt
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
 from specrt_export.quantize import OffsetBlocks
@@ -30,7 +31,7 @@ from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo, Parity
 from specrt_profiles.profile import Profile
 from specrt_profiles.reference import write_reference
-from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+from specrt_profiles.tensors import DecoderDims, graph_inputs, graph_outputs
 
 Texts = list[list[int]]
 
@@ -95,12 +96,12 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         f"{measured.source_perplexity:.2f}); bit-equal widths {', '.join(map(str, exact))}"
     )
     spec = EngineSpec(
-        dialect="ort", file=path.name, weights=f"{path.name}.data", reference=reference.name,
+        dialect=profile.dialect, file=path.name, weights=f"{path.name}.data", reference=reference.name,
         precision=profile.precision,
         model=_model_info(request.checkpoint, architecture), capacity=profile.capacity, slots=profile.slots,
         prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=request.dims.vocab_size,
-        weight_bytes=weight_bytes, inputs=ort_inputs(request.dims, profile), outputs=ort_outputs(request.dims, profile),
-        parity=measured, exact_widths=exact,
+        weight_bytes=weight_bytes, inputs=graph_inputs(request.dims, profile),
+        outputs=graph_outputs(request.dims, profile), parity=measured, exact_widths=exact,
     )  # fmt: skip
     files = {file: FileEntry(size=(folder / file).stat().st_size, sha256=digest) for file, digest in hashes.items()}
     return BuiltEngine(spec=spec, files=files, generation_config=generation_config)
@@ -211,8 +212,11 @@ def _write_graph(
     """Fuse and write the graph with its weights; return each file's SHA-256, and the rounding by parameter name."""
     profile, traced = request.profile, request.traced
     with progress.step(f"{request.name}: fuse the graph"):
-        rounding = graph.finish(traced, weights_of(model), profile.precision, chosen)
-        graph.lint(traced.graph, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile))
+        rounding = graph.finish(traced, weights_of(model), profile.precision, chosen, dialect=profile.dialect)
+        if profile.dialect == "tensorrt":
+            lint_tensorrt(traced)
+        inputs, outputs = graph_inputs(request.dims, profile), graph_outputs(request.dims, profile)
+        graph.lint(traced.graph, inputs, outputs, dialect=profile.dialect)
     with progress.bar(f"{request.name}: write weights as {profile.precision}", graph.data_bytes(traced)) as advance:
         hashes = graph.save(traced, path, advance)
     return hashes, {name.removeprefix("decoder."): function for name, function in rounding.items()}
@@ -227,7 +231,7 @@ def _prove_structure(
     graph.save_in_fp32_arithmetic(request.traced, twin)
     try:
         runner = parity.GraphRunner(
-            twin, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile, as_written=True
+            twin, graph_inputs(request.dims, profile), graph_outputs(request.dims, profile), profile, as_written=True
         )
         measured = parity.compare(rounded, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     finally:
@@ -240,7 +244,9 @@ def _prove(
 ) -> tuple[Parity, tuple[int, ...]]:
     """Compare the written graph with the source, and find the widths that give equal bits."""
     profile = request.profile
-    runner = parity.GraphRunner(path, ort_inputs(request.dims, profile), ort_outputs(request.dims, profile), profile)
+    runner = parity.GraphRunner(
+        path, graph_inputs(request.dims, profile), graph_outputs(request.dims, profile), profile
+    )
     measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     rounds_kv_alone = profile.precision == "fp32" and profile.kv_precision == "int8"
     parity.check(measured, "int8" if rounds_kv_alone else profile.precision, request.checkpoint.name)

@@ -15,22 +15,29 @@ from specrt_export.kv import store_kv_as_floats, store_kv_as_int8
 from specrt_export.packing import pack_products
 from specrt_export.parity import Round
 from specrt_export.weights import SAME_BYTES, Chosen, attach_weights
-from specrt_profiles.profile import Precision
+from specrt_profiles.profile import DialectName, Precision
 from specrt_profiles.tensors import TensorSpec
 
 _FOLD_LIMIT = 4096  # values; weights are far larger and must stay lazy
 _ALIGNMENT = 4096  # bytes, so that every large tensor can be memory-mapped
 _INLINE_LIMIT = 256  # bytes; smaller constants stay in the graph file
 
+_TENSORRT_OPSET = 24
+
 # Operators that treat every row of a call by itself; anything else might let a rejected token change the rows before
-# it. Those in _ALONG_AXIS do so if they work along the last axis. The row-exactness test has the final word.
+# it. Those in _ALONG_AXIS do so if they work along the last axis, those in _ATTENTION the way their dialect emits them.
+# The row-exactness test has the final word.
 _ALONG_AXIS = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "Softmax", "TopK"})
 _FIXED_SCALE = {"QuantizeLinear": 1, "MatMulIntegerToFloat": 2}  # the input that has to be one constant
 _GATHERS = frozenset({"Gather", "GatherBlockQuantized"})
+_ATTENTION: dict[DialectName, frozenset[str]] = {
+    "ort": frozenset({"GroupQueryAttention"}),
+    "tensorrt": frozenset({"Attention", "RotaryEmbedding", "TensorScatter"}),
+}
 _ROW_WISE = _ALONG_AXIS | {
     "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
     "Floor", "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
-    "GreaterOrEqual", "GroupQueryAttention", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
+    "GreaterOrEqual", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
     "MatMulIntegerToFloat", "MatMulNBits", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "QuantizeLinear",
     "RMSNormalization", "Range", "Reciprocal", "Relu", "Reshape", "Round", "ScatterElements", "Shape", "Sigmoid",
     "Sign", "Sin", "Slice", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Swish", "Tanh", "Tile", "Transpose",
@@ -38,9 +45,21 @@ _ROW_WISE = _ALONG_AXIS | {
 }  # fmt: skip
 
 
-def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precision, chosen: Chosen) -> dict[str, Round]:
-    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised."""
+def finish(
+    model: ir.Model,
+    weights: dict[str, torch.Tensor],
+    precision: Precision,
+    chosen: Chosen,
+    *,
+    dialect: DialectName = "ort",
+) -> dict[str, Round]:
+    """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised.
+
+    dialect: the TensorRT one keeps to standard operators, at opset 24, and has no precision but fp32.
+    """
     rounding = attach_weights(model.graph, weights, precision, chosen)
+    if dialect == "tensorrt":
+        _split_fused_products(model.graph)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
     _drop_idle_reshapes(model.graph)
@@ -49,7 +68,10 @@ def finish(model: ir.Model, weights: dict[str, torch.Tensor], precision: Precisi
     _remove_unused(model)
     if chosen.kv:
         store_kv_as_int8(model.graph, chosen.kv)
-    model.opset_imports.setdefault("com.microsoft", 1)
+    if dialect == "ort":
+        model.opset_imports.setdefault("com.microsoft", 1)
+    else:  # what opset 24 changed in the operators of 23 are additional types and inputs
+        model.opset_imports[""] = _TENSORRT_OPSET
     return rounding
 
 
@@ -71,14 +93,16 @@ def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
     ir.save(model, path)
 
 
-def lint(graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+def lint(
+    graph: ir.Graph, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], *, dialect: DialectName = "ort"
+) -> None:
     """Check the graph against the contract and the operators that keep rows apart.
 
     Raises `UnsupportedModelError` for an operator that may mix rows, `ExportError` for another name or shape.
     """
     for node in graph:
         if (
-            node.op_type not in _ROW_WISE
+            node.op_type not in _ROW_WISE | _ATTENTION[dialect]
             or (node.op_type in _ALONG_AXIS and not _on_last_axis(node))
             or (node.op_type in _FIXED_SCALE and not _is_constant(graph, node.inputs[_FIXED_SCALE[node.op_type]]))
         ):
@@ -157,6 +181,14 @@ def read_bytes(model: ir.Model) -> int:
             place = (tensor.offset or 0) if isinstance(tensor, ir.ExternalTensor) else name
             sizes[place] = tensor.nbytes
     return sum(sizes.values())
+
+
+def _split_fused_products(graph: ir.Graph) -> None:
+    """Write products with a table that is also gathered from in standard operators; engines fold the transposition."""
+    for node in list(graph):
+        if node.op_type == "FusedMatMul":
+            flipped = ir.node("Transpose", [node.inputs[1]], {"perm": [1, 0]})
+            Editor(graph).replace(node, flipped, ir.node("MatMul", [node.inputs[0], flipped.outputs[0]]))
 
 
 def _is_constant(graph: ir.Graph, value: ir.Value | None) -> bool:

@@ -110,17 +110,23 @@ class GraphRunner:
         self._past = list(zip((spec.name for spec in inputs if "past" in spec.name), kv, strict=True))
         self._present = list(zip((spec.name for spec in outputs if "present" in spec.name), kv, strict=True))
         self._last = profile.capacity - 1
+        self._names = {spec.name for spec in inputs}
 
     def __call__(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
         """Feed tokens from `start` on, padded to `width`; return logits [len(token_ids), V]."""
         ids = np.zeros((1, width), np.int64)
         ids[0, : len(token_ids)] = token_ids
         binding = self._session.io_binding()
-        binding.bind_cpu_input("input_ids", ids)
-        binding.bind_cpu_input("position_ids", np.minimum(np.arange(start, start + width)[None], self._last))
-        binding.bind_cpu_input("seqlens_k", np.array([start + width - 1], np.int32))
-        binding.bind_cpu_input("total_sequence_length", np.array(start + width, np.int32))
-        binding.bind_cpu_input("logits_indices", np.arange(width))
+        call = {
+            "input_ids": ids,
+            "position_ids": np.minimum(np.arange(start, start + width)[None], self._last),
+            "seqlens_k": np.array([start + width - 1], np.int32),
+            "total_sequence_length": np.array(start + width, np.int32),
+            "write_indices": np.array([start]),
+            "logits_indices": np.arange(width),
+        }
+        for name in call.keys() & self._names:
+            binding.bind_cpu_input(name, call[name])
         for name, value in self._past:
             binding.bind_ortvalue_input(name, value)
         binding.bind_output("logits")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from specrt_profiles.codec import decode, encode
 from specrt_profiles.errors import ManifestError
-from specrt_profiles.profile import Precision, Profile
+from specrt_profiles.profile import DialectName, Precision, Profile
 from specrt_profiles.tensors import TensorSpec
 
 SCHEMA = 1
@@ -67,7 +67,7 @@ class EngineSpec:
     (decided anew on every machine that loads the artifact).
     """
 
-    dialect: Literal["ort"]
+    dialect: DialectName
     file: str
     weights: str
     reference: str

@@ -11,16 +11,18 @@ from specrt_profiles.errors import ProfileError
 
 Precision = Literal["fp32", "int8", "int4"]
 KvPrecision = Literal["fp32", "int8"]
+DialectName = Literal["ort", "tensorrt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Call shapes, capacity and precision of an artifact.
+    """Call shapes, capacity, precision and operators of an artifact.
 
     `capacity` is the longest sequence (prompt and generated tokens together) that can be held. `verify_widths`
     is the ladder of widths, in tokens, that a verify call may have: a proposal of k tokens takes the smallest
     width >= k + 1. Widths are even because a row's bits were measured to be the same for every even width, while
     width 1 and odd widths may take other kernels. `num_draft_tokens` is the k of a draft model if a request names none.
+    `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Profile:
     precision: Precision = "fp32"
     draft_precision: Precision = "int4"
     kv_precision: KvPrecision = "fp32"
+    dialect: DialectName = "ort"
     num_draft_tokens: int = 5
 
     def __post_init__(self) -> None:

@@ -1,21 +1,25 @@
 """The call contract between exported graphs and engines: names, types and shapes of every tensor.
 
-ORT dialect, one call of W tokens that start at position `start` (B = 1 sequence, R rows of logits wanted,
-S = `Profile.slots` KV slots, H heads of D values, V rows of the output matrix):
+One call of W tokens that start at position `start` (B = 1 sequence, R rows of logits wanted, S = `Profile.slots` KV
+slots, H heads of D values, V rows of the output matrix):
 
 | tensor | type | shape | content |
 |---|---|---|---|
 | input_ids | int64 | [B, W] | the tokens; rows beyond the last real one hold any valid id |
 | position_ids | int64 | [B, W] | start .. start + W - 1, clamped to the last position the model knows |
-| seqlens_k | int32 | [B] | start + W - 1: the KV length after the call, less one |
-| total_sequence_length | int32 | [] | start + W |
+| seqlens_k (ORT) | int32 | [B] | start + W - 1: the KV length after the call, less one |
+| total_sequence_length (ORT) | int32 | [] | start + W |
+| write_indices (TensorRT) | int64 | [B] | start: the first slot that the call writes |
 | logits_indices | int64 | [R] | which of the W rows get logits; R may be 0 |
 | past_key.{i}, past_value.{i} | float32 or int8 | [B, H_kv, S, D] | KV buffers of layer i, `start` slots valid |
 | logits | float32 | [B, R, V] | |
 | present_key.{i}, present_value.{i} | float32 or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
 
-A call writes KV slots start .. start + W - 1 and reads no slot beyond the row's own position, so a rollback is
-only a smaller `start` in the next call.
+A call writes KV slots start .. start + W - 1, and no slot beyond a row's own position has any part in it, so a rollback
+is only a smaller `start` in the next call. The two dialects (`Profile.dialect`) share this table but for the inputs
+marked with one of them. In the TensorRT dialect a slot out of sight weighs nothing, but is multiplied with: buffers
+start as zeros there, and hold finite numbers always. Whoever calls keeps start + W within S: TensorRT drops what is
+written beyond it and says nothing.
 """
 
 from collections.abc import Callable
@@ -63,21 +67,27 @@ def present_names(layer: int) -> tuple[str, str]:
     return f"present_key.{layer}", f"present_value.{layer}"
 
 
-def ort_inputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
-    """Return the inputs of a graph in the ORT dialect, in graph order."""
+def graph_inputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a graph in the profile's dialect, in graph order: the call, then the KV buffers."""
     batch = profile.batch_size
+    places = {
+        "ort": (
+            TensorSpec(name="seqlens_k", dtype="int32", shape=(batch,)),
+            TensorSpec(name="total_sequence_length", dtype="int32", shape=()),
+        ),
+        "tensorrt": (TensorSpec(name="write_indices", dtype="int64", shape=(batch,)),),
+    }
     call = (
         TensorSpec(name="input_ids", dtype="int64", shape=(batch, WIDTH)),
         TensorSpec(name="position_ids", dtype="int64", shape=(batch, WIDTH)),
-        TensorSpec(name="seqlens_k", dtype="int32", shape=(batch,)),
-        TensorSpec(name="total_sequence_length", dtype="int32", shape=()),
+        *places[profile.dialect],
         TensorSpec(name="logits_indices", dtype="int64", shape=(ROWS,)),
     )
     return call + _kv(dims, profile, past_names)
 
 
-def ort_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
-    """Return the outputs of a graph in the ORT dialect, in graph order."""
+def graph_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a graph, in graph order; they are the same in both dialects."""
     shape = (profile.batch_size, ROWS, dims.vocab_size)
     return (TensorSpec(name="logits", dtype="float32", shape=shape), *_kv(dims, profile, present_names))
 

@@ -32,6 +32,7 @@ class OrtEngine:
         self.verify_widths = spec.verify_widths
         self.kv_length = 0
         self._prefill_width = spec.prefill_width
+        self._names = {tensor.name for tensor in spec.inputs}
         self._kv = _allocate_kv(spec)
         self._logits = np.empty((max(spec.verify_widths), spec.vocab_size), np.float32)
         self._calls: dict[tuple[int, int], _Call] = {}
@@ -92,8 +93,9 @@ class OrtEngine:
             logits = np.empty((num_rows, self.vocab_size), np.float32)
         call = _Call(width, logits)
         call.binding = binding = self._session.io_binding()
-        for name, array in call.inputs().items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        arrays = call.inputs()
+        for name in arrays.keys() & self._names:
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(arrays[name]))
         binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(call.logits[None]))
         for past, present, value in self._kv:
             binding.bind_ortvalue_input(past, value)
@@ -111,16 +113,18 @@ class _Call:
         self._positions = np.zeros((1, width), np.int64)
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
+        self._start = np.zeros(1, np.int64)
         self._rows = np.arange(len(logits))
         self._steps = np.arange(width)
 
     def inputs(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays by input name."""
+        """Return the arrays by input name; a graph has those of its dialect."""
         return {
             "input_ids": self._ids,
             "position_ids": self._positions,
             "seqlens_k": self._seqlens,
             "total_sequence_length": self._total,
+            "write_indices": self._start,
             "logits_indices": self._rows,
         }
 
@@ -131,6 +135,7 @@ class _Call:
         np.minimum(self._positions, last_position, out=self._positions)
         self._total[...] = start + len(self._steps)
         self._seqlens[0] = start + len(self._steps) - 1
+        self._start[0] = start
 
 
 def engine_version() -> str:

@@ -55,7 +55,8 @@ def _engine(engine: EngineSpec) -> list[str]:
     model, parity = engine.model, engine.parity
     revision = f", revision {model.revision}" if model.revision else ""
     return [
-        f"{model.name} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {engine.precision})",
+        f"{model.name} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {engine.precision}), "
+        f"{engine.dialect} dialect",
         f"from {model.source}{revision}, licence {model.licence or 'not stated'}",
         f"capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB ({_past(engine)[0].dtype})",
         f"prefill in chunks of {engine.prefill_width}, verify widths {_list(engine.verify_widths)} "

@@ -11,6 +11,7 @@ import torch
 from specrt_export import graph
 from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_profiles.manifest import read_manifest
+from specrt_profiles.profile import DialectName
 from specrt_profiles.tensors import TensorSpec
 
 INPUTS = (TensorSpec(name="x", dtype="float32", shape=(1, "width", 4)),)
@@ -50,6 +51,16 @@ def test_row_wise_operators_pass() -> None:
 def test_an_operator_that_may_mix_rows_is_refused_by_name(op: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"operator {op} .* may let rows of a call influence each other"):
         graph.lint(small_graph("Tanh", op, "Neg"), INPUTS, OUTPUTS)
+
+
+@pytest.mark.parametrize(
+    ("op", "dialect", "other"),
+    [("GroupQueryAttention", "ort", "tensorrt"), *((op, "tensorrt", "ort") for op in ("Attention", "TensorScatter"))],
+)
+def test_attention_is_that_of_the_dialect(op: str, dialect: DialectName, other: DialectName) -> None:
+    graph.lint(small_graph("Tanh", op), INPUTS, OUTPUTS, dialect=dialect)
+    with pytest.raises(UnsupportedModelError, match=f"operator {op} .* may let rows"):
+        graph.lint(small_graph("Tanh", op), INPUTS, OUTPUTS, dialect=other)
 
 
 @pytest.mark.parametrize("scale", ["constant", "vector", "computed"])

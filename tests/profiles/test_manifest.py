@@ -26,7 +26,7 @@ from specrt_profiles.manifest import (
     write_manifest,
 )
 from specrt_profiles.profile import Profile
-from specrt_profiles.tensors import DecoderDims, ort_inputs, ort_outputs
+from specrt_profiles.tensors import DecoderDims, graph_inputs, graph_outputs
 
 DIMS = DecoderDims(num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, hidden_size=16, vocab_size=32)
 PROFILE = Profile(name="small", capacity=64, prefill_width=8)
@@ -59,8 +59,8 @@ def engine(name: str) -> EngineSpec:
         verify_widths=PROFILE.verify_widths,
         vocab_size=DIMS.vocab_size,
         weight_bytes=1000,
-        inputs=ort_inputs(DIMS, PROFILE),
-        outputs=ort_outputs(DIMS, PROFILE),
+        inputs=graph_inputs(DIMS, PROFILE),
+        outputs=graph_outputs(DIMS, PROFILE),
         parity=Parity(
             num_rows=7,
             max_abs_diff=1e-5,

@@ -18,6 +18,7 @@ def test_the_page_shows_what_matters(tiny_artifact: Path) -> None:
         "target",
         "draft",
         "LlamaForCausalLM",
+        "fp32), ort dialect",
         "fp32",
         "int4",
         "capacity 128 tokens, KV buffers 0 MB (float32)",

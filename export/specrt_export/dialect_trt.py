@@ -1,0 +1,87 @@
+"""The TensorRT dialect: standard operators only, in the forms that TensorRT neither drops nor misreads.
+
+New keys and values go into their slots by TensorScatter-24, which TensorRT performs in place where the cache is an
+input of the network and the result an output. What a row may see is a mask made from the positions alone, because a
+slot's number is its token's position. See `lint_trt` for what TensorRT takes.
+"""
+
+from typing import Any
+
+import torch
+import torch.onnx
+
+from specrt_export.decoder import AttentionOptions, Call
+from specrt_export.rotary import Rotary
+from specrt_profiles.profile import Profile
+
+
+class TensorrtDialect:
+    """Emits RotaryEmbedding, TensorScatter and Attention; a soft cap, which TensorRT's Attention lacks, by hand."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._capacity, self._slots = profile.capacity, profile.slots
+
+    def attention(
+        self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions
+    ) -> torch.Tensor:
+        """Return [B, W, H, D] and store the layer's buffers; see `Dialect.attention` for the shapes."""
+        query, key, value = qkv
+        positions, start = call.inputs["position_ids"], call.inputs["write_indices"]
+        if options.rotary is not None:
+            query, key = (_rotate(x, options.rotary, positions) for x in (query, key))
+        past_key, past_value = call.past[layer]
+        key, value = call.present[layer] = (_store(past_key, key, start), _store(past_value, value, start))
+        mask = self._mask(positions, options.window)
+        if options.softcap:
+            out = _capped(query, key, value, mask, scale=options.scale, softcap=options.softcap)
+        else:
+            out = torch.onnx.ops.symbolic(
+                "Attention", [query, key, value, mask], {"scale": options.scale},
+                dtype=query.dtype, shape=query.shape,
+            )  # fmt: skip
+        return out.transpose(1, 2)
+
+    def _mask(self, position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Return the slots that each row sees, bool [B, 1, W, S]: its own, and those of the window before it.
+
+        Layers with one window share it: the optimizer merges what is computed twice.
+        """
+        slots, position = torch.arange(self._slots)[None, None, None], position_ids[:, None, :, None]
+        seen = slots <= position
+        if window is None or window >= self._capacity:
+            return seen
+        return seen & (slots > position - window)
+
+
+def _rotate(x: torch.Tensor, rotary: Rotary, position_ids: torch.Tensor) -> torch.Tensor:
+    size = 2 * rotary.cos.shape[-1]
+    attributes: dict[str, Any] = {"interleaved": int(rotary.style == "interleaved")}
+    if size < x.shape[-1]:
+        attributes["rotary_embedding_dim"] = size
+    return torch.onnx.ops.symbolic(
+        "RotaryEmbedding", [x, rotary.cos, rotary.sin, position_ids], attributes,
+        dtype=x.dtype, shape=x.shape,
+    )  # fmt: skip
+
+
+def _store(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return the buffer [B, H_kv, S, D] with `new` [B, H_kv, W, D] in its slots from `start` [B] on."""
+    return torch.onnx.ops.symbolic(
+        "TensorScatter", [past, new, start], {"axis": -2}, dtype=past.dtype, shape=past.shape
+    )
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, *, scale: float, softcap: float
+) -> torch.Tensor:
+    """Return attention [B, H, W, D] with scores in (-softcap, softcap), heads of one group in one product.
+
+    Scores are cap tanh(q k / cap), as Gemma 2 has them (Gemma Team 2024, section 2).
+    """
+    batch, heads, width, size = query.shape
+    groups, slots = key.shape[1], key.shape[2]
+    rows = (query * (scale / softcap)).reshape(batch, groups, -1, size)
+    scores = torch.tanh(torch.matmul(rows, key.transpose(2, 3))) * softcap
+    seen = scores.reshape(batch, heads, width, slots).masked_fill(~mask, float("-inf"))
+    weights = torch.softmax(seen, -1).reshape(batch, groups, -1, slots)
+    return torch.matmul(weights, value).reshape(batch, heads, width, size)
