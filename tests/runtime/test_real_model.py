@@ -65,9 +65,11 @@ def settings(model: specrt.LanguageModel) -> list[tuple[str, int]]:
 def test_greedy_ids_and_logits_are_bitwise_those_of_plain_decoding(model: specrt.LanguageModel) -> None:
     assert model.target.verify_widths == (2, 4, 6, 10, 16)
     accepted = 0
-    for prompt in PROMPTS:
+    for number, prompt in enumerate(PROMPTS):
         plain, rows = generate(model, prompt, k=0)
         for drafter, k in settings(model):
+            if drafter == "model" and number % 3:
+                continue  # a draft costs as much as all the rest
             result, speculative_rows = generate(model, prompt, k=k, drafter=drafter)
             assert result.token_ids == plain.token_ids
             assert speculative_rows == rows
