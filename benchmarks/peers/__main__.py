@@ -17,6 +17,7 @@ from benchmarks.peers.driver import Choice, Measured, PeersError, measure
 from benchmarks.peers.protocol import DRAFT, NGRAM, PLAIN
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.results import Lane, Run, Setting, setting_rows, to_json
+from specrt.machine import processor
 from specrt.prompts import load_prompts
 from specrt_profiles.errors import SpecRTError
 
@@ -117,7 +118,7 @@ def _report(choice: Choice, measured: Measured) -> dict[str, Any]:
         click.echo(f"waiting workers used {sum(idle):.2f} s of processor time during {total:.0f} s of runs")
     return {
         "command": sys.argv[1:], "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"system": platform.platform(), "processor": _processor_name(), "threads": choice.threads},
+        "machine": {"system": platform.platform(), "processor": processor(), "threads": choice.threads},
         "versions": {
             "specrt": [f"{name}=={metadata.version(name)}" for name in ("specrt", "onnxruntime", "numpy")],
             **{peer: PEERS[peer].requirements for peer in {lane.peer for lane in choice.lanes} - {"specrt"}},
@@ -136,14 +137,6 @@ def _reference(runs: Sequence[Run]) -> tuple[str, dict[int, tuple[int, ...]]]:
     ran = {run.lane for run in plain}
     lane = next((lane for lane in _REFERENCES if lane in ran), plain[0].lane)
     return f"{lane} plain", {run.prompt: run.ids for run in reversed(plain) if run.lane == lane}
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 if __name__ == "__main__":

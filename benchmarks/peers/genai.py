@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.protocol import DRAFT, NGRAM, Arrivals, Generation, Job, Model, UnavailableError, folder_size
+from benchmarks.peers.protocol import DRAFT, NGRAM, Arrivals, Generation, Model, Peer, UnavailableError, folder_size
 
 _CONFIG = "genai_config.json"
 _NGRAM = 3  # the last two tokens are looked up, the continuation of their most recent occurrence is proposed
@@ -20,11 +20,8 @@ _NGRAM = 3  # the last two tokens are looked up, the continuation of their most 
 _OPTIONS = {"int4-asymmetric": ["is_symmetric=false", "shared_embeddings=false"]}
 
 
-class Runner:
+class Runner(Peer):
     """Serves all modes from one model, but for a draft, which is part of the model's configuration."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
 
     def prepare(self) -> None:
         """Run the builder for target and draft."""

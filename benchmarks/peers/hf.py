@@ -6,19 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.protocol import DRAFT, NGRAM, Arrivals, Generation, Job, folder_size
+from benchmarks.peers.protocol import DRAFT, NGRAM, Arrivals, Generation, Peer, folder_size
 
 _NGRAM = 3  # longest n-gram that is looked up, the first match from the left
 
 
-class Runner:
+class Runner(Peer):
     """Serves all modes from one model."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def prepare(self) -> None:
-        """There is nothing to convert: the source is what the library reads."""
 
     def open(self) -> None:
         """Load target and draft."""

@@ -6,19 +6,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.protocol import DRAFT, NGRAM, PLAIN, Arrivals, Generation, Job
+from benchmarks.peers.protocol import DRAFT, NGRAM, PLAIN, Arrivals, Generation, Peer
 
 _NGRAM = 3  # longest n-gram that is looked up, the first match from the left
 
 
-class Runner:
+class Runner(Peer):
     """Serves one mode: with a draft the library keeps all logits, which plain decoding should not pay for."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def prepare(self) -> None:
-        """There is nothing to convert: the library reads GGUF."""
 
     def open(self) -> None:
         """Load the model of the job's mode."""
@@ -54,10 +48,6 @@ class Runner:
         rows: NDArray[np.float32] = model.scores[: len(ids)].copy()
         model.close()
         return rows
-
-    def size(self) -> int:
-        """Return the bytes of the file."""
-        return self._job.target.gguf.stat().st_size
 
     def _load(self, path: str, **options: Any) -> Any:
         from llama_cpp import Llama

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.protocol import DRAFT, NGRAM, Generation, Job, UnavailableError
+from benchmarks.peers.protocol import DRAFT, NGRAM, Generation, Job, Peer, UnavailableError
 
 _SOURCE = "llama-cpp-python==0.3.36"
 _HOME = Path(sys.prefix) / "llama.cpp"
@@ -29,15 +29,12 @@ _START_S = 60.0
 _OFF = ("LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI")
 
 
-class Runner:
+class Runner(Peer):
     """Starts a server per mode and k, which are options of its command line; the weights are mapped once for all."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self._servers: dict[tuple[str, int], int] = {}  # ports
-
-    def prepare(self) -> None:
-        """There is nothing to convert: the server reads GGUF."""
 
     def open(self) -> None:
         """Servers are started when they are first asked."""
@@ -60,10 +57,6 @@ class Runner:
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """The server gives none; the Python binding to the same library does."""
         raise UnavailableError("the server gives no logits: see llamacpp, the same library and file")
-
-    def size(self) -> int:
-        """Return the bytes of the file."""
-        return self._job.target.gguf.stat().st_size
 
     def _start(self, mode: str, k: int) -> int:
         """Start a server, which ends with this process; return its port."""

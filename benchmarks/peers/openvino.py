@@ -15,6 +15,7 @@ from benchmarks.peers.protocol import (
     Generation,
     Job,
     Model,
+    Peer,
     UnavailableError,
     folder_size,
 )
@@ -23,11 +24,11 @@ _NGRAM = 3  # longest n-gram that is looked up, the first match from the left
 _FULL = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
 
 
-class Runner:
+class Runner(Peer):
     """Serves one mode: plain and speculative decoding are different pipelines."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self._properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": job.threads}
         if job.variant.endswith("/f32"):
             self._properties |= _FULL

@@ -1,10 +1,10 @@
 """What a peer has to be able to do, and what one run of it gives. Imported in every peer's environment: NumPy only."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,25 +56,33 @@ class UnavailableError(Exception):
     """A peer cannot do this, for the reason given."""
 
 
-class Peer(Protocol):
-    """One library at one precision. Greedy, end tokens ignored, token ids in and out."""
+class Peer(ABC):
+    """One library at one precision. Greedy, end tokens ignored, token ids in and out.
 
-    def __init__(self, job: Job) -> None: ...
+    A module's class `Runner` is one; its worker prepares or opens it once, and asks it from there on.
+    """
 
-    def prepare(self) -> None:
-        """Convert the models into their folders, where that has not been done."""
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
+    def prepare(self) -> None:  # noqa: B027
+        """Convert the models into their folders, where that has not been done and the library needs it."""
+
+    @abstractmethod
     def open(self) -> None:
         """Load the model, ready for every mode of the job."""
 
+    @abstractmethod
     def generate(self, ids: Sequence[int], n: int, mode: str, k: int) -> Generation:
         """Continue `ids` with n tokens; k: most tokens per proposal, without meaning in plain mode."""
 
+    @abstractmethod
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Return the logits [len(ids), V] of a text; raises `UnavailableError` where the library keeps them."""
 
     def size(self) -> int:
         """Return the bytes on disk of what the library loads as target."""
+        return self._job.target.gguf.stat().st_size
 
 
 class Arrivals:

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.protocol import DRAFT, PLAIN, PLAIN_ONE, Generation, Job, folder_size
+from benchmarks.peers.protocol import DRAFT, PLAIN, PLAIN_ONE, Generation, Peer, folder_size
 
 _DRAFTERS = {PLAIN: "none", PLAIN_ONE: "none", DRAFT: "model"}
 
 
-class Runner:
+class Runner(Peer):
     """Serves all modes from one artifact."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
 
     def prepare(self) -> None:
         """Export the artifact."""

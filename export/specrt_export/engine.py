@@ -19,7 +19,7 @@ from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
 from specrt_export.fit import fit_blocks, to_round
 from specrt_export.integer import KINDS, Form, is_linear, plan
-from specrt_export.kv import kv_scales
+from specrt_export.kv import Scales, kv_scales
 from specrt_export.lint_trt import lint_tensorrt
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
@@ -148,7 +148,7 @@ def _choose(model: Any, request: EngineRequest, tokenizer: Any, progress: Progre
     return Chosen(
         forms=_choose_forms(model, request, written, progress) if profile.precision == "int8" else {},
         blocks=_fit_blocks(model, request, written, progress) if profile.precision == "int4" else {},
-        kv=kv_scales(model, written()) if profile.kv_precision == "int8" else {},
+        kv=_kv_scales(model, request, written, progress) if profile.kv_precision == "int8" else {},
     )
 
 
@@ -192,6 +192,12 @@ def _fit_blocks(
     with progress.bar(f"{request.name}: round weights to 4 bits", size) as advance:
         blocks = fit_blocks(model, left, inputs, advance)
     return {f"decoder.{name}": block for name, block in blocks.items()}
+
+
+def _kv_scales(model: Any, request: EngineRequest, written: Callable[[], Texts], progress: Progress) -> Scales:
+    texts = written()
+    with progress.step(f"{request.name}: scale keys and values"):
+        return kv_scales(model, texts)
 
 
 def _self_written(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> Texts:

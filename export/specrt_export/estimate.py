@@ -10,9 +10,8 @@ from specrt_profiles.tensors import DecoderDims
 # in blocks and others are not, which is decided later.
 _BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 2.5 / 32, "int4": 0.5 + 8 / 32}
 _LIBRARIES = 900_000_000  # torch, transformers and the exporter themselves, measured
-_SEEN = (
-    2 * 1600 * 6
-)  # bytes per layer and channel: inputs of about 6 times the hidden size, of 1600 tokens, in bfloat16
+# Bytes per layer and channel of what products see: 1600 tokens of about 6 times the hidden size, in bfloat16
+_SEEN = 2 * 1600 * 6
 _PACKED = 1.1  # ONNX Runtime packs most weights into copies of its own, measured
 
 

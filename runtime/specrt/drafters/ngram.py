@@ -7,7 +7,7 @@ from specrt.errors import RequestError
 from specrt.sampling import Sampler
 
 # Most tokens to guess after a match of 1, 2, ... tokens: the longer the match, the likelier the text goes on as it did.
-# They fill the widths of the usual ladder (2, 4, 6, 10, 16), and beat every fixed number on chat, code and editing.
+# They fill the widths of the usual ladder (2, 4, 6, 10, 16).
 LENGTHS = (1, 3, 5, 9, 15)
 DEFAULT_MAX, DEFAULT_MIN = len(LENGTHS), 1
 LONGEST = 32  # every length takes an entry per token and a lookup per step; longer matches say no more
