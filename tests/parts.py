@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from specrt.acceptance import Proposal
+from specrt.control import Controller, FixedController
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.loop import Loop, Token
@@ -45,6 +46,7 @@ def make_loop(
     *,
     prompt: Sequence[int] = (0, 1),
     k: int = 3,
+    controller: Controller | None = None,
     eos: tuple[int, ...] = (),
     clock: Callable[[], float] | None = None,
     **params: Any,
@@ -56,7 +58,8 @@ def make_loop(
     sampler = Sampler(sampling, list(prompt), vocab_size=target.vocab_size, end_ids=end_ids)
     ticks = itertools.count()
     clock = clock or (lambda: float(next(ticks)))
-    return Loop(target, drafter or NoDrafter(), sampler, stops, list(prompt), k=k, clock=clock)
+    controller = controller or FixedController(k)
+    return Loop(target, drafter or NoDrafter(), sampler, stops, list(prompt), controller=controller, clock=clock)
 
 
 def run(target: Any, drafter: Drafter | None = None, **arguments: Any) -> tuple[list[int], Loop, list[Token]]:

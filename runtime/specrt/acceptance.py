@@ -24,11 +24,20 @@ Array = NDArray[Any]  # float64 in use; exact fractions in the tests that enumer
 class Proposal:
     """Tokens a drafter guesses, a chain of k.
 
-    probs: None for tokens accepted by match; else [k, V], row j the very law that token j was drawn from.
+    probs: None for tokens accepted by match; else [k, V], row j the very law that token j was drawn from. confidence:
+    how likely each token is accepted where those before it are, as far as the drafter knows; it must not depend on
+    tokens that were sampled.
     """
 
     token_ids: tuple[int, ...] = ()
     probs: Array | None = None
+    confidence: float = 0.7
+
+    def first(self, count: int) -> "Proposal":
+        """Return the proposal of the first `count` tokens."""
+        if count >= len(self.token_ids):
+            return self
+        return Proposal(self.token_ids[:count], None if self.probs is None else self.probs[:count], self.confidence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -32,6 +32,16 @@ def parse_pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str,
     return pairs
 
 
+def parse_k(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | Literal["auto"] | None:
+    """Turn a text into a number, if it is not `auto`."""
+    if value is None or value == "auto":
+        return None if value is None else "auto"
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"expected a whole number or 'auto', found {value!r}") from None
+
+
 def parse_ints(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[int]:
     """Turn numbers with commas between into a list."""
     try:
@@ -55,7 +65,8 @@ _COUPLING = click.Choice(["gumbel", "rejection"])
 _SAMPLING = (
     click.option("--drafter", help="ngram, model or none.  [default: the artifact's]"),
     click.option(
-        "-k", "--num-speculative-tokens", "k", type=int, help="Most tokens to propose per step, 0 for plain decoding."
+        "-k", "--num-speculative-tokens", "k", metavar="K", callback=parse_k,
+        help="Most tokens to propose per step, 0 for plain decoding.  [default: auto, as many as pay]",
     ),
     click.option("--prompt-lookup-max", type=int, help="Longest n-gram that the ngram drafter looks up."),
     click.option("--prompt-lookup-min", type=int, help="Shortest one."),

@@ -3,14 +3,13 @@
 T(n) is the time of a call with n rows, logits of every row included. In a step with k draft tokens the target makes
 one call of k + 1 rows and the draft k calls of one row; c = T_draft(1) / T(1) is the **draft cost ratio**. Such a step
 costs T(k + 1) / T(1) + k c plain calls, so it has to give that many tokens to be worth its time: the **break-even block
-efficiency**. If every draft token is accepted with probability alpha, independently, a step gives (1 - alpha^(k+1)) /
-(1 - alpha) tokens on average (Leviathan, Kalman and Matias 2023, https://arxiv.org/abs/2211.17192, equation 1; in their
-theorem 3.8 a call of k + 1 rows costs as much as one of 1); the **break-even acceptance** is the alpha at which that is
-the break-even block efficiency.
+efficiency**. The **break-even acceptance** is the alpha of `specrt.cost_model` that gives it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from specrt.cost_model import break_even_acceptance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,24 +87,6 @@ class EngineReport:
     engines: tuple[EngineFacts, ...]
     calls: tuple[CallCost, ...]
     break_even: tuple[BreakEven, ...]
-
-
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Return the mean tokens of a step whose k draft tokens are accepted with this probability each."""
-    return sum(acceptance**accepted for accepted in range(k + 1))
-
-
-def break_even_acceptance(block_efficiency: float, k: int) -> float | None:
-    """Return the smallest acceptance in [0, 1) that gives `block_efficiency` tokens per step, None if none does."""
-    if block_efficiency <= 1:
-        return 0.0
-    if block_efficiency >= k + 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, k) < block_efficiency else (low, middle)
-    return high
 
 
 def break_even(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from specrt.check import is_as_exported, mean_kl
+from specrt.control import AdaptiveController, CallCosts, Controller, FixedController
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
@@ -19,7 +19,7 @@ from specrt.engine import Engine, open_engine
 from specrt.engine_ort import engine_version
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop, Token, TokenLogprob
-from specrt.machine import default_cache_dir, remembered_widths
+from specrt.machine import default_cache_dir, measure_facts, remembered_facts
 from specrt.requests import (
     Options,
     Prompt,
@@ -33,7 +33,6 @@ from specrt.sampling import Sampler, SamplingParams
 from specrt.stats import Statistics
 from specrt.stops import FinishReason, StopRules
 from specrt.text import Tokenizer
-from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.generation import read_generation
 from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
 
@@ -95,7 +94,16 @@ class LanguageModel:
         self._closed = False
         self._stream: Callable[[], Stream | None] = lambda: None
         self.target = self._engine("target")
-        self.target.verify_widths = self._ladder(cache_dir)
+        facts = remembered_facts(
+            folder, engine=engine_version(), threads=threads, cache_dir=cache_dir,
+            measure=lambda: measure_facts(self.target, self.manifest.target, folder, clock=clock),
+        )  # fmt: skip
+        if not facts.exact_widths:
+            raise EngineError(
+                f"{folder}: on this machine rows of a call influence each other at every width: not lossless"
+            )
+        self.target.verify_widths = facts.exact_widths
+        self._costs = CallCosts(facts.call_s)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """Generate until a stop rule ends it. prompt: a text, token ids, or chat messages; options: see `Options`."""
@@ -163,7 +171,8 @@ class LanguageModel:
             params, end_ids=end_ids, room=self.target.capacity - len(ids), detokenizer=self.tokenizer.detokenizer(ids)
         )
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
-        loop = Loop(target, self._drafter(how), sampler, stops, ids, k=how.k, clock=self._clock)
+        controller = self._controller(how, params, given)
+        loop = Loop(target, self._drafter(how), sampler, stops, ids, controller=controller, clock=self._clock)
         return _Request(loop, stops, params)
 
     def _check_defaults(self) -> None:
@@ -180,6 +189,17 @@ class LanguageModel:
         engine = self._engine(str(self.manifest.drafters[how.drafter].engine))
         return ModelDrafter(engine, vocab_size=self.target.vocab_size)
 
+    def _controller(self, how: Speculation, params: SamplingParams, given: dict[str, Any]) -> Controller:
+        """Return what decides k; a text that depends on k is repeatable only where k is fixed."""
+        sampled = params.coupling == "rejection" and params.temperature > 0 and how.drafter == "model"
+        if sampled and "seed" in given:
+            if given.get("k") == "auto":
+                raise RequestError(
+                    "k: with coupling 'rejection' a seed's text depends on k: leave out one of them, or take 'gumbel'"
+                )
+            return FixedController(how.k)
+        return AdaptiveController(self._costs, first=how.k) if how.adaptive else FixedController(how.k)
+
     def _engine(self, name: str) -> Engine:
         """Return an engine, opening it at its first use."""
         if name not in self._engines:
@@ -195,32 +215,6 @@ class LanguageModel:
         if self._closed:
             self._lock.release()
             raise EngineError("the artifact is closed: load it again")
-
-    def _ladder(self, cache_dir: Path) -> tuple[int, ...]:
-        widths = remembered_widths(
-            self.folder,
-            engine=engine_version(),
-            threads=self._threads,
-            cache_dir=cache_dir,
-            measure=self._measure_widths,
-        )
-        if not widths:
-            raise EngineError(
-                f"{self.folder}: on this machine rows of a call influence each other at every width: not lossless"
-            )
-        return widths
-
-    def _measure_widths(self) -> tuple[int, ...]:
-        spec, target = self.manifest.target, self.target
-        found = mean_kl(target, spec, self.folder)
-        if not is_as_exported(found, spec.parity.mean_kl):
-            raise EngineError(
-                f"{self.folder}: on this machine its logits are not what they were at export (mean KL {found:.3g}, "
-                f"then {spec.parity.mean_kl:.3g}): export it here, or at another --precision"
-            )
-        widths = sorted({*spec.verify_widths, spec.prefill_width})
-        exact = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
-        return exact.ladder(spec.verify_widths)
 
 
 def _check_process(process: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.acceptance import Proposal, accept
+from specrt.control import Controller, Step
 from specrt.drafters import Drafter, NoDrafter
 from specrt.engine import Engine
 from specrt.sampling import Sampler, log_probabilities
@@ -51,13 +52,13 @@ class Loop:
 
     def __init__(
         self, target: Engine, drafter: Drafter, sampler: Sampler, stops: StopRules, prompt: list[int], *,
-        k: int, clock: Callable[[], float],
+        controller: Controller, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.stats = Statistics(drafter=drafter.name, num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = stops.exhausted()
         self._target, self._drafter, self._sampler, self._stops = target, drafter, sampler, stops
-        self._k, self._clock = k, clock
+        self._controller, self._clock = controller, clock
 
     def run(self) -> Generator[Token, None, None]:
         """Generate until a stop rule ends it; `finish_reason` and `stats` are final then."""
@@ -83,11 +84,18 @@ class Loop:
         n = len(self.tokens)
         assert self._target.kv_length == n - 1
         started = self._clock()
-        proposal = self._propose(limit=min(self._k, self._stops.remaining() - 1))
+        drafts = self._propose(limit=min(self._target.verify_widths[-1], self._stops.remaining()) - 1)
         drafted = self._clock()
+        proposal = drafts.first(self._controller.keep(drafts))
         logits = self._target.verify((self.tokens[-1], *proposal.token_ids))
         verified = self._clock()
         verdict = accept(proposal, logits, self._sampler, start=n)
+        self._controller.learn(
+            Step(
+                proposal=proposal, num_drafted=len(drafts.token_ids), num_accepted=verdict.num_accepted,
+                draft_s=drafted - started, verify_s=verified - drafted,
+            )
+        )  # fmt: skip
         block = (*proposal.token_ids[: verdict.num_accepted], verdict.next_token)
         committed = self._commit(block, logits)
         self._target.rollback(len(self.tokens) - 1)
@@ -112,6 +120,7 @@ class Loop:
         return committed
 
     def _propose(self, *, limit: int) -> Proposal:
+        limit = self._controller.limit(limit) if limit > 0 else 0
         if limit < 1:
             return Proposal()
         proposal = self._guarded(lambda: self._checked(self._drafter.propose(self.tokens, limit), limit))

@@ -9,13 +9,20 @@ import json
 import logging
 import os
 import platform
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from specrt_profiles.manifest import MANIFEST_FILE, sha256_of
+from specrt.check import is_as_exported, mean_kl
+from specrt.engine import Engine
+from specrt.errors import EngineError
+from specrt_profiles.exactness import find_exact_widths
+from specrt_profiles.manifest import MANIFEST_FILE, EngineSpec, sha256_of
 
 _log = logging.getLogger(__name__)
+_TIMED_CALLS, _TIMED_CONTEXT = 5, 128
 
 
 def default_cache_dir() -> Path:
@@ -26,22 +33,65 @@ def default_cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / "specrt" / "machine"
 
 
-def remembered_widths(
-    artifact: Path, *, engine: str, threads: int | None, cache_dir: Path, measure: Callable[[], tuple[int, ...]]
-) -> tuple[int, ...]:
-    """Return the bit-equal call widths of an artifact's target here, measuring them if they are not known yet."""
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What is known about an artifact on this machine.
+
+    exact_widths: verify widths whose rows have the same bits; call_s: seconds of a call, by verify width.
+    """
+
+    exact_widths: tuple[int, ...]
+    call_s: Mapping[int, float]
+
+
+def remembered_facts(
+    artifact: Path, *, engine: str, threads: int | None, cache_dir: Path, measure: Callable[[], MachineFacts]
+) -> MachineFacts:
+    """Return what is known about an artifact's target here, measuring it if nothing is known yet."""
     key = {"artifact": sha256_of(artifact / MANIFEST_FILE), "engine": engine, "cpu": processor(), "threads": threads}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = cache_dir / f"{name}.json"
     try:
-        facts = json.loads(path.read_text("utf-8"))
-        if facts["key"] == key:
-            return tuple(int(width) for width in facts["exact_widths"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text("utf-8"))
+        if found["key"] == key:
+            call_s = {int(width): float(seconds) for width, seconds in found["call_s"].items()}
+            facts = MachineFacts(tuple(int(width) for width in found["exact_widths"]), call_s)
+            if set(facts.exact_widths) == set(call_s) and all(seconds > 0 for seconds in call_s.values()):
+                return facts
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    widths = measure()
-    _write(path, {"key": key, "exact_widths": list(widths)})
-    return widths
+    facts = measure()
+    _write(path, {"key": key, "exact_widths": list(facts.exact_widths), "call_s": dict(facts.call_s)})
+    return facts
+
+
+def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Callable[[], float]) -> MachineFacts:
+    """Find out which verify widths share one arithmetic, and what calls of them take.
+
+    Raises `EngineError` if the engine's logits are not what they were at export.
+    """
+    found = mean_kl(target, spec, folder)
+    if not is_as_exported(found, spec.parity.mean_kl):
+        raise EngineError(
+            f"{folder}: on this machine its logits are not what they were at export (mean KL {found:.3g}, "
+            f"then {spec.parity.mean_kl:.3g}): export it here, or at another --precision"
+        )
+    widths = sorted({*spec.verify_widths, spec.prefill_width})
+    exact = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
+    ladder = exact.ladder(spec.verify_widths)
+    return MachineFacts(ladder, {width: _call_s(target, width, clock) for width in ladder})
+
+
+def _call_s(target: Engine, width: int, clock: Callable[[], float]) -> float:
+    """Return the median seconds of a verify call behind a short text."""
+    tokens = [0] * min(width, target.capacity)
+    start = min(_TIMED_CONTEXT, target.capacity - len(tokens), target.kv_length)
+    seconds = []
+    for _ in range(_TIMED_CALLS):
+        started = clock()
+        target.forward(tokens, start, width)
+        seconds.append(clock() - started)
+    return max(1e-9, statistics.median(seconds))  # a clock may be coarse
 
 
 def processor() -> str:

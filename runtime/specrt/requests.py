@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from specrt.drafters import ngram
 from specrt.errors import RequestError
@@ -24,9 +24,10 @@ class Options(TypedDict, total=False):
     value}), bad_words (texts or id lists), min_tokens, max_tokens, stop (a text or several), stop_token_ids,
     ignore_eos, seed (a new one each time if left out), stream (number of the sample or chat turn under one
     seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `model` or
-    `none`. k: most tokens to propose per step, 0 for plain decoding. prompt_lookup_max, prompt_lookup_min:
-    lengths of the n-grams that the `ngram` drafter looks up. chat_template_kwargs: variables for the chat template
-    (`enable_thinking`, `tools`, ...), with a prompt of messages.
+    `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as many as pay by what
+    was measured so far. prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks
+    up. chat_template_kwargs: variables for the chat template (`enable_thinking`, `tools`, ...), with a prompt of
+    messages.
     """
 
     temperature: float | None
@@ -48,7 +49,7 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     coupling: Coupling | None
     drafter: str | None
-    k: int | None
+    k: int | Literal["auto"] | None
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
     chat_template_kwargs: Mapping[str, Any] | None
@@ -79,10 +80,14 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How a request drafts: the drafter by name, most tokens per proposal, n-gram lengths."""
+    """How a request drafts: the drafter by name, most tokens per proposal, n-gram lengths.
+
+    adaptive: k is where it begins, and from there on what pays.
+    """
 
     drafter: str
     k: int
+    adaptive: bool
     prompt_lookup_max: int
     prompt_lookup_min: int
 
@@ -101,7 +106,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if name in _INTEGERS:
+    if name in _INTEGERS and (name, value) != ("k", "auto"):
         return _whole(name, value)
     if name in _NUMBERS:
         return _number(name, value)
@@ -195,13 +200,16 @@ def resolve_speculation(
     drafter = given.get("drafter", default)
     if drafter not in (*drafters, "none"):
         raise RequestError(f"drafter: the artifact has {', '.join((*drafters, 'none'))}, found {drafter!r}")
-    k = int(given.get("k", min(drafters.get(drafter, 0), max_k)))
+    asked = given.get("k", "auto")
+    k = min(drafters.get(drafter, 0), max_k) if asked == "auto" else int(asked)
     if not 0 <= k <= max_k:
         raise RequestError(f"k: expected 0 (plain) to {max_k} (the widest verify call less one), found {k}")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
     ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
-    return Speculation(drafter=drafter, k=k, prompt_lookup_max=longest, prompt_lookup_min=shortest)
+    return Speculation(
+        drafter=drafter, k=k, adaptive=asked == "auto", prompt_lookup_max=longest, prompt_lookup_min=shortest
+    )  # fmt: skip
 
 
 def prompt_ids(

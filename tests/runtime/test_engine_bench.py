@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from specrt import LanguageModel, RequestError
+from specrt.cost_model import break_even_acceptance, expected_tokens
 from specrt.engine_bench import (
     Subject,
     call_costs,
@@ -25,8 +26,6 @@ from specrt.engine_costs import (
     BreakEven,
     EngineReport,
     break_even,
-    break_even_acceptance,
-    expected_tokens,
     format_report,
 )
 from toy import ToyEngine

@@ -12,9 +12,11 @@ import pytest
 
 import specrt
 from copies import copy_artifact, edit_generation, refresh
-from specrt import LanguageModel, Result, SpecRTError
+from specrt import LanguageModel, Result, SpecRTError, language_model
+from specrt.control import AdaptiveController, FixedController
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.language_model import Stream
+from specrt.machine import MachineFacts
 
 PROMPT = "the quick brown"
 CAPACITY = 128
@@ -502,7 +504,7 @@ def test_a_draft_that_cannot_be_opened_is_an_error_that_leaves_the_model_usable(
 def test_rows_that_depend_on_each_other_at_every_width_are_refused(
     tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LanguageModel, "_measure_widths", lambda self: ())
+    monkeypatch.setattr(language_model, "measure_facts", lambda *_, **__: MachineFacts((), {}))
     with pytest.raises(EngineError, match="rows of a call influence each other at every width: not lossless"):
         load(tiny_artifact, tmp_path)
 
@@ -510,13 +512,32 @@ def test_rows_that_depend_on_each_other_at_every_width_are_refused(
 def test_the_loop_uses_only_widths_that_share_their_bits(
     tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LanguageModel, "_measure_widths", lambda self: (4, 6))
+    monkeypatch.setattr(language_model, "measure_facts", lambda *_, **__: MachineFacts((4, 6), {4: 0.01, 6: 0.02}))
     with load(tiny_artifact, tmp_path) as model:
         assert model.max_k == 5
         with pytest.raises(RequestError, match=r"k: expected 0 \(plain\) to 5"):
             model.generate(PROMPT, k=6)
         model.generate(PROMPT, drafter="ngram", **LONG)
         assert {width for width, _ in model.target._calls} <= {4, 6, 16}  # type: ignore[attr-defined]
+
+
+def test_k_is_adaptive_unless_given_and_fixed_where_a_seeds_text_depends_on_it(
+    tiny_artifact: Path, machine_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for kind in (AdaptiveController, FixedController):
+        record = lambda *args, kind=kind, **kw: (made.append(kind.__name__), kind(*args, **kw))[1]  # noqa: E731
+        monkeypatch.setattr(language_model, kind.__name__, record)
+    sampled: Any = {"temperature": 0.8, "coupling": "rejection", "drafter": "model"}
+    with load(tiny_artifact, machine_cache) as model:
+        for options in ({}, {"k": "auto"}, {"k": 3}, {"k": 0}):
+            model.generate(PROMPT, **options, max_tokens=2)
+        changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"seed": 1, "k": 3}]
+        for changed in [*changes, {"seed": 1, "drafter": "ngram"}, {"seed": 1, "coupling": "gumbel"}]:
+            model.generate(PROMPT, **{**sampled, **changed}, max_tokens=2)
+        with pytest.raises(RequestError, match="a seed's text depends on k"):
+            model.generate(PROMPT, **sampled, seed=1, k="auto")
+    assert [name[0] for name in made] == ["A", "A", "F", "F", "A", "F", "F", "A", "A"]
 
 
 @pytest.mark.parametrize(

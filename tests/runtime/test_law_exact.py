@@ -15,6 +15,7 @@ import pytest
 
 from parts import ListDrafter, PlainDetokenizer
 from specrt.acceptance import Law, Proposal
+from specrt.control import FixedController
 from specrt.drafters import Drafter
 from specrt.loop import Loop
 from specrt.sampling import SamplingParams
@@ -269,7 +270,8 @@ def loop_law(
         params = SamplingParams(max_tokens=length)
         stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
         picker: Any = ExactPicker(chooser)
-        loop = Loop(engine, drafter, picker, stops, [0], k=k if guess else 0, clock=lambda: 0.0)
+        controller = FixedController(k if guess else 0)
+        loop = Loop(engine, drafter, picker, stops, [0], controller=controller, clock=lambda: 0.0)
         texts = tuple(token.id for token in loop.run())
         assert not loop.stats.num_drafter_faults
         return texts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specrt import machine
-from specrt.machine import processor, remembered_widths
+from specrt.machine import MachineFacts, processor, remembered_facts
 
 
 class Measure:
@@ -16,9 +16,9 @@ class Measure:
     def __init__(self, widths: tuple[int, ...] = (2, 4)) -> None:
         self.widths, self.calls = widths, 0
 
-    def __call__(self) -> tuple[int, ...]:
+    def __call__(self) -> MachineFacts:
         self.calls += 1
-        return self.widths
+        return MachineFacts(self.widths, {width: width / 1000 for width in self.widths})
 
 
 @pytest.fixture
@@ -32,7 +32,9 @@ def artifact(tmp_path: Path) -> Path:
 
 def remember(artifact: Path, cache: Path, measure: Measure, **key: Any) -> tuple[int, ...]:
     known = {"engine": "engine 1", "threads": 2, **key}
-    return remembered_widths(artifact, cache_dir=cache, measure=measure, **known)
+    facts = remembered_facts(artifact, cache_dir=cache, measure=measure, **known)
+    assert facts.call_s == {width: width / 1000 for width in facts.exact_widths}
+    return facts.exact_widths
 
 
 def test_measured_once_then_remembered(artifact: Path, tmp_path: Path) -> None:
@@ -91,12 +93,21 @@ def test_a_corrupt_cache_file_is_measured_anew_and_mended(artifact: Path, tmp_pa
     assert measure.calls == 2
 
 
-@pytest.mark.parametrize("widths", [None, 5, "x", ["x"], [None]])
-def test_widths_of_a_wrong_type_are_measured_anew(artifact: Path, tmp_path: Path, widths: Any) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"exact_widths": widths} for widths in (None, 5, "x", ["x"], [None], [2])]
+    + [
+        {"call_s": call_s}
+        for call_s in (None, 5, [1], {}, {"2": "x", "4": 1}, {"2": 0, "4": 1}, {"2": 1, "x": 1}, {"2": 1})
+    ],
+)
+def test_facts_of_a_wrong_type_or_extent_are_measured_anew(
+    artifact: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
     cache, measure = tmp_path / "c", Measure()
     remember(artifact, cache, measure)
     (path,) = cache.iterdir()
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"exact_widths": widths}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
     assert remember(artifact, cache, measure) == (2, 4)
     assert measure.calls == 2
 

