@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from specrt import cli_options as options
+from specrt.cli_tune import tune
 from specrt.errors import RequestError, SpecRTError
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def main() -> None:
     """Lossless speculative decoding from self-contained artifacts."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows ? and goes on
+
+
+main.add_command(tune)
 
 
 @main.command(epilog="""\b

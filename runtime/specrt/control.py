@@ -14,6 +14,7 @@ Decisions follow clocks and counts of accepted tokens, so they may change how fa
 `specrt.language_model` for the one case (sampled drafts under a seed) where they would.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -108,10 +109,11 @@ class AdaptiveController:
     """Picks the k that pays most; see the module's text.
 
     costs: shared between requests. first: k of the first proposal of a drafter whose cost is not known yet.
+    max_step_s: how long drafting and call may take; plain steps are not held to it.
     """
 
-    def __init__(self, costs: CallCosts, *, first: int) -> None:
-        self._costs, self._first = costs, first
+    def __init__(self, costs: CallCosts, *, first: int, max_step_s: float = math.inf) -> None:
+        self._costs, self._first, self._max_step_s = costs, first, max_step_s
         self._classes: dict[float, tuple[float, float]] = {}  # confidence -> accepted, seen
         self._latest: float | None = None
         self._draft_s: float | None = None  # per token
@@ -121,7 +123,7 @@ class AdaptiveController:
     def limit(self, most: int) -> int:
         """Return `most` for a drafter that costs nothing, else the k that pays by the latest proposals."""
         if self._draft_s is None or self._latest is None:
-            return min(self._first, most)
+            return self._within(min(self._first, most))
         if self._draft_s < FREE * self._costs.of(1):
             return most
         if self._rest:
@@ -131,7 +133,7 @@ class AdaptiveController:
 
     def keep(self, proposal: Proposal) -> int:
         """Return the number of first tokens that pays, never less than the narrowest call takes along."""
-        proposed = len(proposal.token_ids)
+        proposed = self._within(len(proposal.token_ids))
         free = min(proposed, self._costs.widths[0] - 1)
         if not self._may_risk():
             return free
@@ -167,7 +169,13 @@ class AdaptiveController:
 
     def _best(self, rate: float, most: int, draft_s: float) -> int:
         sizes = {0, most, *(width - 1 for width in self._costs.widths if width <= most)}
-        return max(sizes, key=lambda k: (expected_tokens(rate, k) / (self._costs.of(k + 1) + k * draft_s), k))
+        seconds = {k: self._costs.of(k + 1) + k * draft_s for k in sizes}
+        allowed = [k for k in sizes if k == 0 or seconds[k] <= self._max_step_s]
+        return max(allowed, key=lambda k: (expected_tokens(rate, k) / seconds[k], k))
+
+    def _within(self, most: int) -> int:
+        """Return the largest k up to `most` whose call is short enough."""
+        return max((k for k in range(1, most + 1) if self._costs.of(k + 1) <= self._max_step_s), default=0)
 
     def _probe(self, most: int) -> int:
         """Rest, unless the account can pay for a guess that fills the narrowest call."""

@@ -11,6 +11,7 @@ from specrt_profiles.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _ENDINGS = (".png", ".svg")
 
@@ -36,6 +37,11 @@ def write_plot(report: EngineReport, path: Path) -> None:
     _plot_context(context, report)
     names = ", ".join(f"{engine.name} {engine.model} at {engine.precision}" for engine in report.engines)
     figure.suptitle(f"Time of a call: {names}; {report.threads} threads", fontsize=11)
+    save(figure, path)
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure; raises `RequestError` if the file cannot be written."""
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

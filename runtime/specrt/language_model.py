@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from specrt.engine import Engine, open_engine
 from specrt.engine_ort import engine_version
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop, Token, TokenLogprob
-from specrt.machine import default_cache_dir, measure_facts, remembered_facts
+from specrt.machine import MachineFile, default_cache_dir, measure_facts
 from specrt.requests import (
     Options,
     Prompt,
@@ -94,15 +95,14 @@ class LanguageModel:
         self._closed = False
         self._stream: Callable[[], Stream | None] = lambda: None
         self.target = self._engine("target")
-        facts = remembered_facts(
-            folder, engine=engine_version(), threads=threads, cache_dir=cache_dir,
-            measure=lambda: measure_facts(self.target, self.manifest.target, folder, clock=clock),
-        )  # fmt: skip
+        self.machine = MachineFile(folder, engine=engine_version(), threads=threads, cache_dir=cache_dir)
+        facts = self.machine.facts(lambda: measure_facts(self.target, self.manifest.target, folder, clock=clock))
         if not facts.exact_widths:
             raise EngineError(
                 f"{folder}: on this machine rows of a call influence each other at every width: not lossless"
             )
         self.target.verify_widths = facts.exact_widths
+        self.choice = facts.choice
         self._costs = CallCosts(facts.call_s)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
@@ -116,12 +116,17 @@ class LanguageModel:
         """Start generating and return an iterator of `Token`, one per token in order; closing it ends the request."""
         return self.start(prompt, options)
 
-    def start(self, prompt: Prompt, options: Options, *, target: Engine | None = None) -> "Stream":
-        """Do what `stream` does with options in a dict; `target` is another view of the target, for benchmarks."""
+    def start(
+        self, prompt: Prompt, options: Options, *, target: Engine | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> "Stream":  # fmt: skip
+        """Do what `stream` does with options in a dict; `target`, `clock`: others than the model's, to measure."""
         given = check_options(options)
         self._claim()
         try:
-            stream = Stream(self._request(prompt, given, target or self.target), self._lock.release)
+            stream = Stream(
+                self._request(prompt, given, target or self.target, clock or self._clock), self._lock.release
+            )
         except BaseException:
             self._lock.release()
             raise
@@ -154,7 +159,7 @@ class LanguageModel:
         """The largest k that can be asked for here."""
         return self.target.verify_widths[-1] - 1
 
-    def _request(self, prompt: Prompt, given: dict[str, Any], target: Engine) -> "_Request":
+    def _request(self, prompt: Prompt, given: dict[str, Any], target: Engine, clock: Callable[[], float]) -> "_Request":
         vocab_size, manifest = self.target.vocab_size, self.manifest
         ids = prompt_ids(
             prompt, self.tokenizer, vocab_size=vocab_size, capacity=self.target.capacity,
@@ -163,7 +168,7 @@ class LanguageModel:
         params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
         how = resolve_speculation(
             given, drafters={name: manifest.default_k(name) for name in manifest.drafters},
-            default=manifest.default_drafter, max_k=self.max_k,
+            default=manifest.default_drafter, choice=self.choice, max_k=self.max_k,
         )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
@@ -172,7 +177,7 @@ class LanguageModel:
         )
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
         controller = self._controller(how, params, given)
-        loop = Loop(target, self._drafter(how), sampler, stops, ids, controller=controller, clock=self._clock)
+        loop = Loop(target, self._drafter(how), sampler, stops, ids, controller=controller, clock=clock)
         return _Request(loop, stops, params)
 
     def _check_defaults(self) -> None:
@@ -193,12 +198,14 @@ class LanguageModel:
         """Return what decides k; a text that depends on k is repeatable only where k is fixed."""
         sampled = params.coupling == "rejection" and params.temperature > 0 and how.drafter == "model"
         if sampled and "seed" in given:
-            if given.get("k") == "auto":
+            if given.get("k") == "auto" or how.max_step_ms is not None:
                 raise RequestError(
-                    "k: with coupling 'rejection' a seed's text depends on k: leave out one of them, or take 'gumbel'"
+                    "k: with coupling 'rejection' a seed's text depends on k: give it, or leave out seed"
                 )
             return FixedController(how.k)
-        return AdaptiveController(self._costs, first=how.k) if how.adaptive else FixedController(how.k)
+        if not how.adaptive:
+            return FixedController(how.k)
+        return AdaptiveController(self._costs, first=how.k, max_step_s=(how.max_step_ms or math.inf) / 1e3)
 
     def _engine(self, name: str) -> Engine:
         """Return an engine, opening it at its first use."""

@@ -12,17 +12,18 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from specrt.check import is_as_exported, mean_kl
 from specrt.engine import Engine
-from specrt.errors import EngineError
+from specrt.errors import EngineError, RequestError
 from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.manifest import MANIFEST_FILE, EngineSpec, sha256_of
 
 _log = logging.getLogger(__name__)
-_TIMED_CALLS, _TIMED_CONTEXT = 5, 128
+_CALLS, _CONTEXT = 5, 128
 
 
 def default_cache_dir() -> Path:
@@ -33,36 +34,82 @@ def default_cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / "specrt" / "machine"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a request that says nothing else drafts with: `none` for plain decoding; see `specrt tune`."""
+
+    drafter: str
+    k: int | Literal["auto"]
+    max_step_ms: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
     """What is known about an artifact on this machine.
 
-    exact_widths: verify widths whose rows have the same bits; call_s: seconds of a call, by verify width.
+    exact_widths: verify widths whose rows have the same bits. call_s: seconds of a call, by verify width. choice: the
+    tuned one, if there is any.
     """
 
     exact_widths: tuple[int, ...]
     call_s: Mapping[int, float]
+    choice: Choice | None = None
 
 
-def remembered_facts(
-    artifact: Path, *, engine: str, threads: int | None, cache_dir: Path, measure: Callable[[], MachineFacts]
-) -> MachineFacts:
-    """Return what is known about an artifact's target here, measuring it if nothing is known yet."""
-    key = {"artifact": sha256_of(artifact / MANIFEST_FILE), "engine": engine, "cpu": processor(), "threads": threads}
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    path = cache_dir / f"{name}.json"
-    try:
-        found = json.loads(path.read_text("utf-8"))
-        if found["key"] == key:
-            call_s = {int(width): float(seconds) for width, seconds in found["call_s"].items()}
-            facts = MachineFacts(tuple(int(width) for width in found["exact_widths"]), call_s)
-            if set(facts.exact_widths) == set(call_s) and all(seconds > 0 for seconds in call_s.values()):
-                return facts
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    facts = measure()
-    _write(path, {"key": key, "exact_widths": list(facts.exact_widths), "call_s": dict(facts.call_s)})
-    return facts
+class MachineFile:
+    """The file of an artifact, an engine version, this processor and a number of threads."""
+
+    def __init__(self, artifact: Path, *, engine: str, threads: int | None, cache_dir: Path) -> None:
+        self._key = {
+            "artifact": sha256_of(artifact / MANIFEST_FILE), "engine": engine, "cpu": processor(), "threads": threads
+        }  # fmt: skip
+        name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]
+        self.path = cache_dir / f"{name}.json"
+
+    def facts(self, measure: Callable[[], MachineFacts]) -> MachineFacts:
+        """Return what is known, measuring it if that is nothing."""
+        known = self._read()
+        if known is not None:
+            return known
+        facts = measure()
+        try:
+            self._write(facts)
+        except OSError as error:
+            folder = self.path.parent
+            _log.warning("cannot remember what was measured in %s (%s); it will be measured again", folder, error)
+        return facts
+
+    def choose(self, choice: Choice | None) -> None:
+        """Remember a choice, or forget it; raises `RequestError` if the file cannot be written."""
+        facts = self._read()
+        try:
+            if facts is None:
+                raise OSError("it holds nothing that was measured")
+            self._write(replace(facts, choice=choice))
+        except OSError as error:
+            raise RequestError(f"cannot keep the choice in {self.path}: {error}: name another cache folder") from None
+
+    def _read(self) -> MachineFacts | None:
+        try:
+            found = json.loads(self.path.read_text("utf-8"))
+            if found["key"] != self._key:
+                return None
+            facts = MachineFacts(
+                tuple(int(width) for width in found["exact_widths"]),
+                {int(width): float(seconds) for width, seconds in found["call_s"].items()},
+                Choice(**found["choice"]) if found.get("choice") else None,
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        whole = set(facts.exact_widths) == set(facts.call_s) and all(s > 0 for s in facts.call_s.values())
+        return facts if whole else None
+
+    def _write(self, facts: MachineFacts) -> None:
+        """Write so that a reader sees all of it or none."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        part.write_text(json.dumps({"key": self._key, **asdict(facts)}), "utf-8")
+        part.replace(self.path)
 
 
 def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Callable[[], float]) -> MachineFacts:
@@ -78,20 +125,26 @@ def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Call
         )
     widths = sorted({*spec.verify_widths, spec.prefill_width})
     exact = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
-    ladder = exact.ladder(spec.verify_widths)
-    return MachineFacts(ladder, {width: _call_s(target, width, clock) for width in ladder})
+    target.verify_widths = exact.ladder(spec.verify_widths)
+    if not target.verify_widths:
+        return MachineFacts((), {})
+    return MachineFacts(target.verify_widths, time_calls(target, context=_CONTEXT, calls=_CALLS, clock=clock))
 
 
-def _call_s(target: Engine, width: int, clock: Callable[[], float]) -> float:
-    """Return the median seconds of a verify call behind a short text."""
-    tokens = [0] * min(width, target.capacity)
-    start = min(_TIMED_CONTEXT, target.capacity - len(tokens), target.kv_length)
-    seconds = []
-    for _ in range(_TIMED_CALLS):
-        started = clock()
-        target.forward(tokens, start, width)
-        seconds.append(clock() - started)
-    return max(1e-9, statistics.median(seconds))  # a clock may be coarse
+def time_calls(target: Engine, *, context: int, calls: int, clock: Callable[[], float]) -> dict[int, float]:
+    """Return the median seconds of a verify call by width, behind `context` tokens; widths take turns."""
+    widths = target.verify_widths
+    context = max(0, min(context, target.capacity - widths[-1]))
+    target.rollback(0)
+    target.prefill([0] * context)
+    seconds: dict[int, list[float]] = {width: [] for width in widths}
+    for turn in range(calls + 1):
+        for width in widths:
+            started = clock()
+            target.forward([0] * min(width, target.capacity - context), context, width)
+            if turn:  # the first one binds and warms up
+                seconds[width].append(clock() - started)
+    return {width: max(1e-9, statistics.median(times)) for width, times in seconds.items()}  # a clock may be coarse
 
 
 def processor() -> str:
@@ -110,14 +163,3 @@ def processor() -> str:
         name = " ".join([*facts.values(), flags])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {cores} cores"
-
-
-def _write(path: Path, facts: dict[str, object]) -> None:
-    """Write a small file so that a reader sees all of it or none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(facts), "utf-8")
-        part.replace(path)
-    except OSError as error:
-        _log.warning("cannot remember what was measured in %s (%s); it will be measured again", path.parent, error)

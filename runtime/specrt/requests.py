@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from specrt.drafters import ngram
 from specrt.errors import RequestError
+from specrt.machine import Choice
 from specrt.sampling import Coupling, SamplingParams
 from specrt.text import Message, Tokenizer
 from specrt_profiles.codec import nearest
@@ -25,9 +26,9 @@ class Options(TypedDict, total=False):
     ignore_eos, seed (a new one each time if left out), stream (number of the sample or chat turn under one
     seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `model` or
     `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as many as pay by what
-    was measured so far. prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks
-    up. chat_template_kwargs: variables for the chat template (`enable_thinking`, `tools`, ...), with a prompt of
-    messages.
+    was measured so far; max_step_ms then bounds the milliseconds of a step. prompt_lookup_max, prompt_lookup_min:
+    lengths of the n-grams that the `ngram` drafter looks up. chat_template_kwargs: variables for the chat template
+    (`enable_thinking`, `tools`, ...), with a prompt of messages.
     """
 
     temperature: float | None
@@ -50,6 +51,7 @@ class Options(TypedDict, total=False):
     coupling: Coupling | None
     drafter: str | None
     k: int | Literal["auto"] | None
+    max_step_ms: float | None
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
     chat_template_kwargs: Mapping[str, Any] | None
@@ -75,19 +77,22 @@ _ELSEWHERE = {  # what other libraries call it
     "eos_token_id": "stop_token_ids", "do_sample": "temperature", "bad_words_ids": "bad_words",
     "top_logprobs": "logprobs", "tools": "chat_template_kwargs", "enable_thinking": "chat_template_kwargs",
 }  # fmt: skip
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_NUMBERS = (
+    "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """How a request drafts: the drafter by name, most tokens per proposal, n-gram lengths.
 
-    adaptive: k is where it begins, and from there on what pays.
+    adaptive: k is where it begins, and from there on what pays within max_step_ms per step.
     """
 
     drafter: str
     k: int
     adaptive: bool
+    max_step_ms: float | None
     prompt_lookup_max: int
     prompt_lookup_min: int
 
@@ -191,12 +196,17 @@ def resolve_sampling(
 
 
 def resolve_speculation(
-    given: Mapping[str, Any], *, drafters: Mapping[str, int], default: str, max_k: int
+    given: Mapping[str, Any], *, drafters: Mapping[str, int], default: str, choice: Choice | None, max_k: int
 ) -> Speculation:
-    """Fill what `given` leaves out; `drafters` has the default k of each.
+    """Fill what `given` leaves out, by the machine's choice if no other drafter is named, else by the artifact.
+
+    drafters: the default k of each.
 
     Raises `RequestError` for an unknown drafter or a k above the ladder.
     """
+    if choice is not None and "drafter" not in given:
+        default = choice.drafter
+        given = {"k": choice.k, "max_step_ms": choice.max_step_ms} | dict(given) if "k" not in given else given
     drafter = given.get("drafter", default)
     if drafter not in (*drafters, "none"):
         raise RequestError(f"drafter: the artifact has {', '.join((*drafters, 'none'))}, found {drafter!r}")
@@ -204,11 +214,15 @@ def resolve_speculation(
     k = min(drafters.get(drafter, 0), max_k) if asked == "auto" else int(asked)
     if not 0 <= k <= max_k:
         raise RequestError(f"k: expected 0 (plain) to {max_k} (the widest verify call less one), found {k}")
+    max_step_ms = given.get("max_step_ms")
+    if max_step_ms is not None and (asked != "auto" or not max_step_ms > 0):
+        raise RequestError(f"max_step_ms: expected a number above 0, with k 'auto', found {max_step_ms}, k {asked!r}")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
     ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
     return Speculation(
-        drafter=drafter, k=k, adaptive=asked == "auto", prompt_lookup_max=longest, prompt_lookup_min=shortest
+        drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
+        prompt_lookup_max=longest, prompt_lookup_min=shortest,
     )  # fmt: skip
 
 

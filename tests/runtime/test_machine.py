@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from specrt import machine
-from specrt.machine import MachineFacts, processor, remembered_facts
+from specrt.errors import RequestError
+from specrt.machine import Choice, MachineFacts, MachineFile, processor
 
 
 class Measure:
@@ -32,7 +33,7 @@ def artifact(tmp_path: Path) -> Path:
 
 def remember(artifact: Path, cache: Path, measure: Measure, **key: Any) -> tuple[int, ...]:
     known = {"engine": "engine 1", "threads": 2, **key}
-    facts = remembered_facts(artifact, cache_dir=cache, measure=measure, **known)
+    facts = MachineFile(artifact, cache_dir=cache, **known).facts(measure)
     assert facts.call_s == {width: width / 1000 for width in facts.exact_widths}
     return facts.exact_widths
 
@@ -142,3 +143,31 @@ def test_the_processor_is_described_alike_each_time() -> None:
 def test_the_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert machine.default_cache_dir() == tmp_path / ".cache" / "specrt" / "machine"
+
+
+def test_a_choice_is_kept_beside_what_was_measured(artifact: Path, tmp_path: Path) -> None:
+    file, measure = MachineFile(artifact, engine="engine 1", threads=2, cache_dir=tmp_path / "c"), Measure()
+    assert file.facts(measure).choice is None
+    for choice in (Choice(drafter="ngram", k="auto", max_step_ms=9.5), Choice(drafter="none", k=0), None):
+        file.choose(choice)
+        facts = file.facts(measure)
+        assert facts.choice == choice
+        assert facts.exact_widths == (2, 4)
+    assert measure.calls == 1
+
+
+@pytest.mark.parametrize("choice", [5, "ngram", {"drafter": "ngram"}, {"drafter": "ngram", "k": 1, "more": 2}])
+def test_a_damaged_choice_costs_a_measurement(artifact: Path, tmp_path: Path, choice: Any) -> None:
+    cache, measure = tmp_path / "c", Measure()
+    remember(artifact, cache, measure)
+    (path,) = cache.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"choice": choice}))
+    assert remember(artifact, cache, measure) == (2, 4)
+    assert measure.calls == 2
+
+
+def test_a_choice_that_cannot_be_kept_is_an_error(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file = MachineFile(artifact, engine="engine 1", threads=2, cache_dir=tmp_path / "file" / "cache")
+    with pytest.raises(RequestError, match=r"cannot keep the choice in .*: name another cache folder"):
+        file.choose(Choice(drafter="ngram", k=3))

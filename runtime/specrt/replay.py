@@ -1,0 +1,70 @@
+"""Replay of a known text: what a drafter and a k would have done, without the target's time.
+
+Greedy and `gumbel` texts do not depend on drafter and k: one run of the target tells what every setting has to guess. A
+`Transcript` takes the target's place in the very loop that generates: it knows what comes next, and lets its clock
+run on by what a call of that width takes.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt.engine import Engine
+
+
+class Transcript:
+    """A target that has said its text already; see `Engine` for the contract.
+
+    tokens: prompt and text. call_s: seconds of a verify call by width. `clock` tells real time and that of the calls.
+    """
+
+    def __init__(
+        self, target: Engine, tokens: Sequence[int], call_s: Mapping[int, float], *,
+        real: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.vocab_size, self.capacity, self.verify_widths = target.vocab_size, target.capacity, target.verify_widths
+        self.kv_length = 0
+        self._tokens, self._call_s, self._real, self._added_s = list(tokens), call_s, real, 0.0
+        self._logits = np.full((self.verify_widths[-1], self.vocab_size), -np.inf, np.float32)
+        self._raised = [0] * len(self._logits)
+
+    def clock(self) -> float:
+        """Return seconds: what was really spent, and the calls that would have been made."""
+        return self._real() + self._added_s
+
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """Take tokens as read."""
+        self.kv_length += len(token_ids)
+
+    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return logits [n, V] that leave nothing but the text's own next token in each row."""
+        started, start = self._real(), self.kv_length
+        rows = self._logits[: len(token_ids)]
+        for row in range(len(rows)):
+            rows[row, self._raised[row]] = -np.inf
+            at = start + row + 1
+            self._raised[row] = self._tokens[at] if at < len(self._tokens) else 0
+            rows[row, self._raised[row]] = 0.0
+        self.kv_length = start + len(token_ids)
+        width = next(width for width in self.verify_widths if width >= len(token_ids))
+        self._added_s += self._call_s[width] - (self._real() - started)
+        return rows
+
+    def decode(self, token_id: int) -> NDArray[np.float32]:
+        """Feed one token."""
+        logits: NDArray[np.float32] = self.verify((token_id,))[0]
+        return logits
+
+    def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
+        """Feed tokens at positions start, ..."""
+        self.rollback(start)
+        return self.verify(token_ids)
+
+    def rollback(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self.kv_length = length
+
+    def close(self) -> None:
+        """Hold nothing."""

@@ -1,0 +1,235 @@
+"""`specrt tune`: find out which drafter and k pay on this machine, for these texts.
+
+1. Calls of every verify width are timed, in turn, behind a context of usual length.
+2. The target writes each prompt's text once, plainly.
+3. Every drafter replays the texts at every k of the ladder and with adaptive k (`specrt.replay`): how many tokens each
+   step would have brought is exact, drafters are timed as they run, calls cost what they were measured to.
+4. The best few and plain decoding run for real, alternating; the fastest is the choice.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from typing import Any, Literal
+
+from specrt.engine import Engine
+from specrt.errors import SpecRTError
+from specrt.language_model import LanguageModel
+from specrt.machine import time_calls
+from specrt.prompts import BenchPrompt
+from specrt.replay import Transcript
+from specrt.requests import Options, prompt_ids
+from specrt.stats import Statistics
+
+CONFIRMED = 3
+_CONTEXT, _CALLS = 256, 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A drafter with a k; plain decoding is `none` with k = 0."""
+
+    drafter: str
+    k: int | Literal["auto"]
+
+    def __str__(self) -> str:
+        return "plain" if self.drafter == "none" else f"{self.drafter} k={self.k}"
+
+
+PLAIN = Setting(drafter="none", k=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedRow:
+    """One setting. Tokens per second: predicted by replay, over all texts and by category; measured where it was run.
+
+    tokens_per_step and draft_s (seconds of drafting per step) are the replay's. speedup: measured over plain, if it was
+    run, else predicted. spread: (slowest - fastest) / median of the measured repeats.
+    """
+
+    setting: Setting
+    predicted: float
+    by_category: dict[str, float]
+    tokens_per_step: float
+    draft_s: float
+    measured: float | None = None
+    spread: float | None = None
+    speedup: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneReport:
+    """Everything that was measured, fastest setting first, and the choice.
+
+    call_s: seconds of a verify call by width. acceptance: share of steps in which the guess at each position was right,
+    by drafter, at the largest k. too_slow: settings whose steps take longer than `max_step_ms`.
+    """
+
+    call_s: dict[int, float]
+    max_step_ms: float | None
+    acceptance: dict[str, list[float]]
+    rows: tuple[TunedRow, ...]
+    too_slow: tuple[Setting, ...]
+    choice: Setting
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    category: str
+    prompt: list[int]
+    token_ids: tuple[int, ...]
+
+
+def run_tune(
+    model: LanguageModel, prompts: Sequence[BenchPrompt], *, drafters: Sequence[str], repeats: int, options: Options,
+    chat: bool, on_run: Callable[[], None],
+) -> TuneReport:  # fmt: skip
+    """Measure and choose; `on_run` is called at most `num_runs` times."""
+    call_s = time_calls(model.target, context=_CONTEXT, calls=_CALLS, clock=time.perf_counter)
+    texts = []
+    for prompt in prompts:
+        texts.append(_write(model, prompt, options, chat=chat))
+        on_run()
+    ks: list[int | Literal["auto"]] = [*(width - 1 for width in call_s), "auto"]
+    settings = [PLAIN, *(Setting(drafter=name, k=k) for name in drafters for k in ks)]
+    replayed: dict[Setting, list[Statistics]] = {}
+    for setting in settings:
+        replayed[setting] = [_replay(model, text, setting, options, call_s) for text in texts]
+        on_run()
+    limit_s = (options.get("max_step_ms") or math.inf) / 1e3
+    too_slow = tuple(s for s in settings[1:] if s.k != "auto" and _step_s(s.k, replayed[s], call_s) > limit_s)
+    rows = [_row(s, replayed[s], texts) for s in settings if s not in too_slow]
+    rows.sort(key=lambda row: -row.predicted)
+    finalists = [PLAIN, *[row.setting for row in rows if row.setting != PLAIN][:CONFIRMED]]
+    done = _confirm(model, texts, rows, finalists, options, repeats=repeats, on_run=on_run)
+    choice = max((row for row in done if row.measured is not None), key=lambda row: row.measured or 0.0).setting
+    return TuneReport(
+        call_s=call_s, max_step_ms=options.get("max_step_ms"),
+        acceptance={name: _acceptance(replayed[Setting(drafter=name, k=ks[-2])]) for name in drafters},
+        rows=done, too_slow=too_slow, choice=choice,
+    )  # fmt: skip
+
+
+def num_runs(num_prompts: int, num_drafters: int, num_widths: int, repeats: int) -> int:
+    """Return at most how often `run_tune` calls `on_run`."""
+    return num_prompts + 1 + num_drafters * (num_widths + 1) + num_prompts * repeats * (CONFIRMED + 1)
+
+
+def format_report(report: TuneReport) -> str:
+    """Return the report as a page of text."""
+    calls = ", ".join(f"{width} rows {1e3 * seconds:.2f}" for width, seconds in report.call_s.items())
+    lines = [f"verify calls in ms: {calls}", ""]
+    for drafter, shares in report.acceptance.items():
+        lines.append(f"{drafter}, accepted by position: {' '.join(f'{share:.0%}' for share in shares)}")
+    head = "setting         predicted  measured  speedup  tokens/step  draft ms  spread"
+    lines += ["", head, "-" * len(head)]
+    for row in report.rows:
+        measured = "-" if row.measured is None else f"{row.measured:.1f}"
+        spread = "-" if row.spread is None else f"{row.spread:.0%}"
+        lines.append(
+            f"{row.setting!s:<14} {row.predicted:>10.1f} {measured:>9} {row.speedup:>7.2f}x "
+            f"{row.tokens_per_step:>12.2f} {1e3 * row.draft_s:>9.2f} {spread:>7}"
+        )
+    if report.too_slow:
+        lines.append(f"steps longer than {report.max_step_ms:g} ms: {', '.join(map(str, report.too_slow))}")
+    lines += ["", _verdict(report)]
+    return "\n".join(lines)
+
+
+def _verdict(report: TuneReport) -> str:
+    chosen = next(row for row in report.rows if row.setting == report.choice)
+    if report.choice == PLAIN:
+        return "no speculation is best here: no setting was faster than plain decoding"
+    return f"best: {report.choice}, {chosen.measured:.1f} tokens/s, {chosen.speedup:.2f}x plain decoding"
+
+
+def _write(model: LanguageModel, prompt: BenchPrompt, options: Options, *, chat: bool) -> _Text:
+    text = [{"role": "user", "content": prompt.text}] if chat else prompt.text
+    engine = model.target
+    ids = prompt_ids(text, model.tokenizer, vocab_size=engine.vocab_size, capacity=engine.capacity)
+    with model.start(ids, _options(options, PLAIN)) as stream:
+        return _Text(prompt.category, ids, tuple(token.id for token in stream))
+
+
+def _replay(
+    model: LanguageModel, text: _Text, setting: Setting, options: Options, call_s: Mapping[int, float]
+) -> Statistics:
+    transcript = Transcript(model.target, [*text.prompt, *text.token_ids], call_s)
+    return _run(model, text, setting, options, target=transcript, clock=transcript.clock)
+
+
+def _run(
+    model: LanguageModel, text: _Text, setting: Setting, options: Options, *, target: Engine | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Statistics:  # fmt: skip
+    with model.start(text.prompt, _options(options, setting), target=target, clock=clock) as stream:
+        ids = tuple(token.id for token in stream)
+        if ids != text.token_ids:
+            raise SpecRTError(f"{setting} gave other tokens than plain decoding: run 'specrt check'")
+        return stream.result.stats
+
+
+def _options(options: Options, setting: Setting) -> Options:
+    given: Options = {"seed": 0, **options, "drafter": setting.drafter, "k": setting.k}
+    if setting.k != "auto":
+        given.pop("max_step_ms", None)
+    return given
+
+
+def _confirm(
+    model: LanguageModel, texts: Sequence[_Text], rows: Sequence[TunedRow], finalists: Sequence[Setting],
+    options: Options, *, repeats: int, on_run: Callable[[], None],
+) -> tuple[TunedRow, ...]:  # fmt: skip
+    """Run the finalists for real, one after the other on each text; return all rows, those with what was measured."""
+    seconds: dict[Setting, list[list[float]]] = {setting: [] for setting in finalists}
+    for text in texts:
+        runs: dict[Setting, list[float]] = {setting: [] for setting in finalists}
+        for _ in range(repeats):
+            for setting in finalists:
+                runs[setting].append(_run(model, text, setting, options).decode_s)
+                on_run()
+        for setting in finalists:
+            seconds[setting].append(runs[setting])
+    tokens = sum(len(text.token_ids) for text in texts)
+    rates = {s: tokens / sum(statistics.median(run) for run in seconds[s]) for s in finalists}
+    plain = next(row.predicted for row in rows if row.setting == PLAIN)
+    done = []
+    for row in rows:
+        if row.setting not in rates:
+            done.append(replace(row, speedup=row.predicted / plain))
+            continue
+        spread = statistics.median((max(run) - min(run)) / statistics.median(run) for run in seconds[row.setting])
+        rate = rates[row.setting]
+        done.append(replace(row, measured=rate, spread=spread, speedup=rate / rates[PLAIN]))
+    return tuple(sorted(done, key=lambda row: -(row.measured or row.predicted)))
+
+
+def _row(setting: Setting, stats: Sequence[Statistics], texts: Sequence[_Text]) -> TunedRow:
+    def rate(category: str | None) -> float:
+        wanted = [s for s, text in zip(stats, texts, strict=True) if category in (None, text.category)]
+        return sum(s.num_tokens for s in wanted) / max(1e-9, sum(s.decode_s for s in wanted))
+
+    steps = max(1, sum(s.num_steps for s in stats))
+    return TunedRow(
+        setting=setting, predicted=rate(None), by_category={name: rate(name) for name in {t.category for t in texts}},
+        tokens_per_step=sum(s.num_tokens for s in stats) / steps, draft_s=sum(s.draft_s for s in stats) / steps,
+    )  # fmt: skip
+
+
+def _step_s(k: int, stats: Sequence[Statistics], call_s: Mapping[int, float]) -> float:
+    """Return the seconds of a step that guesses k tokens: the call, and the drafting of a step in the mean."""
+    call = next(seconds for width, seconds in call_s.items() if width > k)
+    return call + sum(s.draft_s for s in stats) / max(1, sum(s.num_steps for s in stats))
+
+
+def _acceptance(stats: Sequence[Statistics]) -> list[float]:
+    steps = max(1, sum(s.num_steps for s in stats))
+    columns = zip_longest(*(s.accepted_by_position for s in stats), fillvalue=0)
+    return [sum(column) / steps for column in columns]
