@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specrt.acceptance import Proposal
-from specrt.cost_model import expected_tokens
+from specrt.cost_model import call_seconds, expected_tokens
 
 RISK = 0.01  # of the time spent, that speculation may lose
 CREDIT = 16  # plain steps; an account never holds more, so that past gains are not gambled away when a text turns hard
@@ -90,7 +90,7 @@ class CallCosts:
 
     def of(self, rows: int) -> float:
         """Return the seconds of a call that takes `rows` rows."""
-        return next((s for width, s in self._seconds.items() if width >= rows), max(self._seconds.values()))
+        return call_seconds(self._seconds, rows)
 
     @property
     def widths(self) -> tuple[int, ...]:

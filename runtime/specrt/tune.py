@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from specrt.cost_model import call_seconds, popular_speedup, seconds_per_step, tokens_per_step
 from specrt.engine import Engine
 from specrt.errors import SpecRTError
 from specrt.language_model import LanguageModel
@@ -46,6 +47,9 @@ PLAIN = Setting(drafter="none", k=0)
 class TunedRow:
     """One setting. Tokens per second: predicted by replay, over all texts and by category; measured where it was run.
 
+    formula, popular: speedups over plain by `specrt.cost_model`, from the shares of accepted positions at the largest
+    k, and by the formula that leaves out half of it; None for adaptive k.
+
     tokens_per_step and draft_s (seconds of drafting per step) are the replay's. speedup: measured over plain, if it was
     run, else predicted. spread: (slowest - fastest) / median of the measured repeats.
     """
@@ -55,6 +59,8 @@ class TunedRow:
     by_category: dict[str, float]
     tokens_per_step: float
     draft_s: float
+    formula: float | None = None
+    popular: float | None = None
     measured: float | None = None
     spread: float | None = None
     speedup: float = 1.0
@@ -105,14 +111,18 @@ def run_tune(
         on_run()
     limit_s = (options.get("max_step_ms") or math.inf) / 1e3
     too_slow = tuple(s for s in settings[1:] if s.k != "auto" and _step_s(s.k, replayed[s], call_s) > limit_s)
-    rows = [_row(s, replayed[s], texts) for s in settings if s not in too_slow]
+    rows = [
+        _by_formula(_row(s, replayed[s], texts), replayed[s], replayed.get(replace(s, k=ks[-2]), []), call_s)
+        for s in settings
+        if s not in too_slow
+    ]
     rows.sort(key=lambda row: -row.predicted)
     finalists = [PLAIN, *[row.setting for row in rows if row.setting != PLAIN][:CONFIRMED]]
     done = _confirm(model, texts, rows, finalists, options, repeats=repeats, on_run=on_run)
     choice = max((row for row in done if row.measured is not None), key=lambda row: row.measured or 0.0).setting
     return TuneReport(
         call_s=call_s, max_step_ms=options.get("max_step_ms"),
-        acceptance={name: _acceptance(replayed[Setting(drafter=name, k=ks[-2])]) for name in drafters},
+        acceptance={name: _accepted(replayed[Setting(drafter=name, k=ks[-2])]) for name in drafters},
         rows=done, too_slow=too_slow, choice=choice,
     )  # fmt: skip
 
@@ -128,19 +138,24 @@ def format_report(report: TuneReport) -> str:
     lines = [f"verify calls in ms: {calls}", ""]
     for drafter, shares in report.acceptance.items():
         lines.append(f"{drafter}, accepted by position: {' '.join(f'{share:.0%}' for share in shares)}")
-    head = "setting         predicted  measured  speedup  tokens/step  draft ms  spread"
+    head = "setting         predicted  measured  speedup  tokens/step  draft ms  spread  formula  k a/(1+c)"
     lines += ["", head, "-" * len(head)]
     for row in report.rows:
         measured = "-" if row.measured is None else f"{row.measured:.1f}"
         spread = "-" if row.spread is None else f"{row.spread:.0%}"
         lines.append(
             f"{row.setting!s:<14} {row.predicted:>10.1f} {measured:>9} {row.speedup:>7.2f}x "
-            f"{row.tokens_per_step:>12.2f} {1e3 * row.draft_s:>9.2f} {spread:>7}"
+            f"{row.tokens_per_step:>12.2f} {1e3 * row.draft_s:>9.2f} {spread:>7} "
+            f"{_times(row.formula):>8} {_times(row.popular):>10}"
         )
     if report.too_slow:
         lines.append(f"steps longer than {report.max_step_ms:g} ms: {', '.join(map(str, report.too_slow))}")
     lines += ["", _verdict(report)]
     return "\n".join(lines)
+
+
+def _times(speedup: float | None) -> str:
+    return "-" if speedup is None else f"{speedup:.2f}x"
 
 
 def _verdict(report: TuneReport) -> str:
@@ -223,13 +238,30 @@ def _row(setting: Setting, stats: Sequence[Statistics], texts: Sequence[_Text]) 
     )  # fmt: skip
 
 
+def _by_formula(
+    row: TunedRow, stats: Sequence[Statistics], widest: Sequence[Statistics], call_s: Mapping[int, float]
+) -> TunedRow:
+    """Add what formulas say of a setting; `widest` are the statistics of its drafter at the largest k."""
+    k = row.setting.k
+    if k == "auto" or not widest:
+        return row
+    accepted = _accepted(widest)
+    proposed = _shares([s.proposed_by_position for s in widest], widest)
+    plain_s = call_seconds(call_s, 1)
+    rate = sum(s.num_accepted for s in stats) / max(1, sum(s.num_proposed for s in stats))
+    formula = tokens_per_step(accepted, k) * plain_s / seconds_per_step(proposed, call_s, k, row.draft_s)
+    return replace(row, formula=formula, popular=popular_speedup(rate, k, row.draft_s / plain_s))
+
+
 def _step_s(k: int, stats: Sequence[Statistics], call_s: Mapping[int, float]) -> float:
     """Return the seconds of a step that guesses k tokens: the call, and the drafting of a step in the mean."""
-    call = next(seconds for width, seconds in call_s.items() if width > k)
-    return call + sum(s.draft_s for s in stats) / max(1, sum(s.num_steps for s in stats))
+    return call_seconds(call_s, k + 1) + sum(s.draft_s for s in stats) / max(1, sum(s.num_steps for s in stats))
 
 
-def _acceptance(stats: Sequence[Statistics]) -> list[float]:
+def _accepted(stats: Sequence[Statistics]) -> list[float]:
+    return _shares([s.accepted_by_position for s in stats], stats)
+
+
+def _shares(counts: Sequence[Sequence[int]], stats: Sequence[Statistics]) -> list[float]:
     steps = max(1, sum(s.num_steps for s in stats))
-    columns = zip_longest(*(s.accepted_by_position for s in stats), fillvalue=0)
-    return [sum(column) / steps for column in columns]
+    return [sum(column) / steps for column in zip_longest(*counts, fillvalue=0)]
