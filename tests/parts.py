@@ -40,6 +40,23 @@ class ListDrafter:
         return guess if isinstance(guess, Proposal) else Proposal(tuple(guess))
 
 
+def grow(
+    children: Callable[[list[int]], Sequence[int]], shape: Sequence[int], limit: int, *, depth_first: bool = False
+) -> Proposal:
+    """Return a tree of up to `limit` tokens: shape[d] of the `children` of a path of d tokens, in either order."""
+    ids: list[int] = []
+    parents: list[int] = []
+    todo = [(-1, [token]) for token in children([])[: shape[0]]]
+    while todo and len(ids) < limit:
+        (parent, path), *todo = todo
+        below = children(path)[: shape[len(path)]] if len(path) < len(shape) else ()
+        found = [(len(ids), [*path, token]) for token in below]
+        todo = [*found, *todo] if depth_first else [*todo, *found]
+        ids.append(path[-1])
+        parents.append(parent)
+    return Proposal(tuple(ids), parents=tuple(parents))
+
+
 def make_loop(
     target: Any,
     drafter: Drafter | None = None,

@@ -50,6 +50,7 @@ class Recorder:
         self._engine = engine
         self.rows: dict[int, bytes] = {}
         self.vocab_size, self.capacity, self.verify_widths = engine.vocab_size, engine.capacity, engine.verify_widths
+        self.takes_trees = engine.takes_trees
 
     @property
     def kv_length(self) -> int:
@@ -61,8 +62,11 @@ class Recorder:
     def rollback(self, length: int) -> None:
         self._engine.rollback(length)
 
-    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def keep(self, rows: Sequence[int]) -> None:
+        self._engine.keep(rows)
+
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         start = self._engine.kv_length
-        logits = self._engine.verify(token_ids)
+        logits = self._engine.verify(token_ids, parents)
         self.rows |= {start + 1 + i: row.tobytes() for i, row in enumerate(logits)}
         return logits

@@ -20,8 +20,10 @@ class ToyEngine:
     """Tokens are its KV content; a row's logits are a function of the slots up to its own position.
 
     Padding writes POISON into slots, and reading POISON fails: so does any use of stale or padded slots. Call
-    shapes are recorded in `widths_used`, and only the allowed ones are taken.
+    shapes are recorded in `widths_used`, slots that `keep` moved in `num_moved`; only the allowed widths are taken.
     """
+
+    takes_trees = True
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class ToyEngine:
         self.vocab_size, self.capacity, self.verify_widths = vocab_size, capacity, verify_widths
         self.kv_length = 0
         self.widths_used: list[int] = []
+        self.num_moved = 0
         self.num_rows_read = 0
         self._prefill_width = prefill_width
         self._slots = [POISON] * (capacity + max(prefill_width, *verify_widths))
@@ -45,11 +48,25 @@ class ToyEngine:
         for start in range(0, len(token_ids), self._prefill_width):
             self._call(token_ids[start : start + self._prefill_width], self._prefill_width)
 
-    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         width = next(w for w in self.verify_widths if w >= len(token_ids))
-        start = self.kv_length
+        start = self._start = self.kv_length
         self._call(token_ids, width)
-        return np.stack([self._row(start + row + 1) for row in range(len(token_ids))])
+        parents = range(-1, len(token_ids) - 1) if parents is None else parents
+        return np.stack([self._row(start, self.seen(row, parents)) for row in range(len(token_ids))])
+
+    def seen(self, row: int, parents: Sequence[int]) -> list[int]:
+        """Return the rows of a call that one of them sees, from the root on."""
+        return [] if row < 0 else [*self.seen(parents[row], parents), row]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        assert list(rows) == sorted(set(rows))
+        assert self._start + max(rows) < self.kv_length
+        for place, row in enumerate(rows):
+            self.num_moved += place != row
+            self._slots[self._start + place] = self._slots[self._start + row]
+        self.rollback(self._start + len(rows))
+        self._slots[self.kv_length :] = [POISON] * (len(self._slots) - self.kv_length)
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
         self._call((token_id,), 1)
@@ -58,7 +75,7 @@ class ToyEngine:
     def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
         self.rollback(start)
         self._call(token_ids, width)
-        return np.stack([self._row(start + row + 1) for row in range(len(token_ids))])
+        return np.stack([self._row(start, range(row + 1)) for row in range(len(token_ids))])
 
     def rollback(self, length: int) -> None:
         assert 0 <= length <= self.kv_length
@@ -76,8 +93,9 @@ class ToyEngine:
         self._slots[self.kv_length : self.kv_length + width] = padded
         self.kv_length += len(token_ids)
 
-    def _row(self, length: int) -> NDArray[np.float32]:
-        prefix = self._slots[:length]
+    def _row(self, start: int, rows: Sequence[int] = ()) -> NDArray[np.float32]:
+        """Return the logits [V] after `start` slots and these rows behind them."""
+        prefix = [*self._slots[:start], *(self._slots[start + row] for row in rows)]
         assert POISON not in prefix, "a padded or stale slot was read"
         return self._logits(prefix)
 
@@ -85,8 +103,8 @@ class ToyEngine:
 class RowDependentEngine(ToyEngine):
     """Breaks the promise: its rows depend on the last token of the call, as per-tensor dynamic scales make them."""
 
-    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        return self._shifted(super().verify(token_ids), token_ids)
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+        return self._shifted(super().verify(token_ids, parents), token_ids)
 
     def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
         return self._shifted(super().forward(token_ids, start, width), token_ids)

@@ -1,54 +1,87 @@
 """Accept or reject a proposal so that the target's output law is kept exactly.
 
-A proposal of k tokens x_1 .. x_k follows n committed tokens. Row j of the logits is the target's for position n + j,
-after the committed tokens and x_1 .. x_j. Two rules, both exact:
+A proposal of k tokens, its nodes 0 .. k - 1, follows n committed tokens: one after the other (a chain), or as a tree
+of alternatives. Row 0 of the logits is the target's after the committed tokens, row i + 1 the one after node i and
+the nodes before it. Two rules, both exact:
 
-match   for tokens chosen in any deterministic way, or with noise shared with the target: the target picks its
-        token y from row j; x_{j+1} is accepted if it equals y, else y is the next token.
-ratio   for tokens sampled from laws that the proposal carries (Leviathan et al. 2023, Chen et al. 2023): accept with
+match   for tokens chosen in any way that the target's draw has no part in, or with noise shared with the target: the
+        target picks its token y from a node's row; the child that equals y is accepted, else y is the next token.
+        Siblings share that one draw, so a tree needs no more than a chain (Miao et al. 2024 verify each in turn).
+ratio   for chains sampled from laws that the proposal carries (Leviathan et al. 2023, Chen et al. 2023): accept with
         probability min(1, target / draft), else draw from the residual max(0, target - draft).
 
-Rows are looked at one after the other; nothing is computed after the first rejection.
+Rows are looked at one after the other down the tree; no row off the accepted path is.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specrt import tree
 
 Array = NDArray[Any]  # float64 in use; exact fractions in the tests that enumerate
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens a drafter guesses, a chain of k.
+    """Tokens a drafter guesses.
 
     probs: None for tokens accepted by match; else [k, V], row j the very law that token j was drawn from. confidence:
     how likely each token is accepted where those before it are, as far as the drafter knows; it must not depend on
-    tokens that were sampled.
+    tokens that were sampled. parents: None for a chain; else the node that each token follows, -1 for the last
+    committed token. Parents come before their children, and siblings differ.
     """
 
     token_ids: tuple[int, ...] = ()
     probs: Array | None = None
     confidence: float = 0.7
+    parents: tuple[int, ...] | None = None
 
     def first(self, count: int) -> "Proposal":
         """Return the proposal of the first `count` tokens."""
         if count >= len(self.token_ids):
             return self
-        return Proposal(self.token_ids[:count], None if self.probs is None else self.probs[:count], self.confidence)
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            probs=None if self.probs is None else self.probs[:count],
+            parents=None if self.parents is None else self.parents[:count],
+        )
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """How many nodes come before each node on its way from the root."""
+        return range(len(self.token_ids)) if self.parents is None else tree.depths(self.parents)
+
+    @property
+    def row_parents(self) -> tuple[int, ...] | None:
+        """The parents of a call's rows: that of the last committed token, then the nodes; None for a chain."""
+        return None if self.parents is None else (-1, *(parent + 1 for parent in self.parents))
+
+    def children(self, node: int) -> dict[int, int]:
+        """Return the nodes that follow a node, -1 for the root, by their tokens."""
+        if self.parents is None:
+            return {self.token_ids[node + 1]: node + 1} if node + 1 < len(self.token_ids) else {}
+        return {self.token_ids[child]: child for child, parent in enumerate(self.parents) if parent == node}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many proposed tokens were accepted, and the target's own token that follows them.
+    """The accepted nodes from the root on, and the target's own token that follows them.
 
-    The next token is a bonus token if all were accepted, a recovered token otherwise.
+    The next token is a bonus token if nothing was proposed there, a recovered token otherwise.
     """
 
-    num_accepted: int
+    path: tuple[int, ...]
     next_token: int
+
+    @property
+    def num_accepted(self) -> int:
+        """How many proposed tokens were accepted."""
+        return len(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +135,20 @@ class Picker(Protocol):
 
 def accept(proposal: Proposal, logits: Array, picker: Picker, *, start: int) -> Verdict:
     """Judge a proposal by the target's logits [k + 1, V]; `start` is n, the number of committed tokens."""
-    for node, token in enumerate(proposal.token_ids):
-        if proposal.probs is None:
-            chosen = picker.pick(logits[node], position=start + node)
+    path: list[int] = []
+    node = -1
+    while True:
+        row, position, children = logits[node + 1], start + len(path), proposal.children(node)
+        if proposal.probs is None or not children:
+            chosen = picker.pick(row, position=position)
         else:
-            chosen = _by_ratio(picker.law(logits[node]), proposal.probs[node], token, picker.chooser, start, node)
+            (token,) = children
+            chosen = _by_ratio(picker.law(row), proposal.probs[node + 1], token, picker.chooser, start, node + 1)
         picker.push(chosen)
-        if chosen != token:
-            return Verdict(node, chosen)
-    bonus = picker.pick(logits[len(proposal.token_ids)], position=start + len(proposal.token_ids))
-    picker.push(bonus)
-    return Verdict(len(proposal.token_ids), bonus)
+        if chosen not in children:
+            return Verdict(tuple(path), chosen)
+        node = children[chosen]
+        path.append(node)
 
 
 def residual(target: Law, draft_probs: Array) -> Array:

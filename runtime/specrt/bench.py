@@ -31,13 +31,14 @@ class OneRowEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.vocab_size, self.capacity, self.verify_widths = engine.vocab_size, engine.capacity, (1,)
+        self.takes_trees = False
 
     @property
     def kv_length(self) -> int:
         """Tokens in the KV buffers."""
         return self._engine.kv_length
 
-    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Feed one token; return its logits [1, V]."""
         (token,) = token_ids
         return self._engine.decode(token)[None]

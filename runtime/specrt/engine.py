@@ -21,13 +21,18 @@ class Engine(Protocol):
     capacity: int
     kv_length: int
     verify_widths: tuple[int, ...]
+    takes_trees: bool
 
     def prefill(self, token_ids: Sequence[int]) -> None:
         """Feed any number of tokens, in chunks, without computing logits."""
         ...
 
-    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Feed n tokens in one call of the smallest verify width >= n; return their logits [n, V]."""
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+        """Feed n tokens in one call of the smallest verify width >= n; return their logits [n, V].
+
+        parents: None for a chain; else, for an engine that `takes_trees`, the row that each token follows, -1 for
+        the tokens before the call, parents first. A token sees those before the call, its ancestors and itself.
+        """
         ...
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
@@ -40,6 +45,13 @@ class Engine(Protocol):
 
     def rollback(self, length: int) -> None:
         """Keep the first `length` <= kv_length tokens; later calls overwrite the others."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, rising, of the last `verify` as the tokens that follow those before it; drop the others.
+
+        Moves the KV of rows that are not in their place yet: nothing for the first rows of a call.
+        """
         ...
 
     def close(self) -> None:

@@ -30,7 +30,9 @@ class OrtEngine:
         self.vocab_size = spec.vocab_size
         self.capacity = spec.capacity
         self.verify_widths = spec.verify_widths
+        self.takes_trees = False
         self.kv_length = 0
+        self._call_start = 0
         self._prefill_width = spec.prefill_width
         self._names = {tensor.name for tensor in spec.inputs}
         self._kv = _allocate_kv(spec)
@@ -42,8 +44,10 @@ class OrtEngine:
         for start in range(0, len(token_ids), self._prefill_width):
             self._run(token_ids[start : start + self._prefill_width], self._prefill_width, num_rows=0)
 
-    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Feed n tokens in the smallest verify width that holds them; return a view of their logits [n, V]."""
+        if parents is not None:
+            raise EngineError("expected a chain, found a tree: this engine takes none")
         width = next((w for w in self.verify_widths if w >= len(token_ids)), None)
         if width is None:
             raise EngineError(f"expected at most {self.verify_widths[-1]} tokens to verify, found {len(token_ids)}")
@@ -65,6 +69,19 @@ class OrtEngine:
             raise EngineError(f"expected to roll back to 0 .. {self.kv_length} tokens, found {length}")
         self.kv_length = length
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, rising, of the last call; those after the first gap are copied into their places."""
+        start, count = self._call_start, self.kv_length - self._call_start
+        if not all(a < b for a, b in zip((-1, *rows), (*rows, count), strict=True)):
+            raise EngineError(f"expected rising rows of the {count} of the last call, found {tuple(rows)}")
+        places = [start + place for place, row in enumerate(rows) if place != row]
+        if places:
+            found = [start + row for row in rows[-len(places) :]]
+            for _, _, value in self._kv:
+                slots = value.numpy()  # a view [B, H_kv, S, D]
+                slots[:, :, places] = slots[:, :, found]
+        self.rollback(start + len(rows))
+
     def close(self) -> None:
         """Release session and buffers."""
         self._calls.clear()
@@ -82,7 +99,7 @@ class OrtEngine:
             call = self._calls[width, num_rows] = self._bind(width, num_rows)
         call.set(token_ids, self.kv_length, self.capacity - 1)
         self._session.run_with_iobinding(call.binding)
-        self.kv_length = end
+        self._call_start, self.kv_length = self.kv_length, end
         return call.logits
 
     def _bind(self, width: int, num_rows: int) -> "_Call":

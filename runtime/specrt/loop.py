@@ -3,10 +3,11 @@
 With n committed tokens, the last of which is not yet in the target's KV buffers:
 
               before      call                                   after call    then
-  target KV   n - 1       verify [t_last, x_1 .. x_k]            n + k         rollback(n + a) = n' - 1
+  target KV   n - 1       verify [t_last, x_1 .. x_k]            n + k         keep 1 + a rows: n + a = n' - 1
   tokens      n           accept -> a in 0 .. k, next token                    n' = n + a + 1
 
-Plain decoding is the drafter that proposes nothing.
+The rows to keep are that of t_last and those of the accepted tokens: the first ones of a chain, those on the accepted
+path of a tree. Plain decoding is the drafter that proposes nothing.
 """
 
 import logging
@@ -24,6 +25,7 @@ from specrt.engine import Engine
 from specrt.sampling import Sampler, log_probabilities
 from specrt.stats import Statistics
 from specrt.stops import FinishReason, StopRules
+from specrt.tree import check_tree
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -87,7 +89,7 @@ class Loop:
         drafts = self._propose(limit=min(self._target.verify_widths[-1], self._stops.remaining()) - 1)
         drafted = self._clock()
         proposal = drafts.first(self._controller.keep(drafts))
-        logits = self._target.verify((self.tokens[-1], *proposal.token_ids))
+        logits = self._target.verify((self.tokens[-1], *proposal.token_ids), proposal.row_parents)
         verified = self._clock()
         verdict = accept(proposal, logits, self._sampler, start=n)
         self._controller.learn(
@@ -96,21 +98,22 @@ class Loop:
                 draft_s=drafted - started, verify_s=verified - drafted,
             )
         )  # fmt: skip
-        block = (*proposal.token_ids[: verdict.num_accepted], verdict.next_token)
-        committed = self._commit(block, logits)
-        self._target.rollback(len(self.tokens) - 1)
+        block = (*(proposal.token_ids[node] for node in verdict.path), verdict.next_token)
+        rows = (0, *(node + 1 for node in verdict.path))
+        committed = self._commit(block, logits, rows)
+        self._target.keep(rows[: len(committed)])
         self._sampler.forget(len(self.tokens))
         stats = self.stats
-        stats.count(proposed=len(proposal.token_ids), accepted=verdict.num_accepted, committed=len(committed))
+        stats.count(depths=proposal.depths, accepted=verdict.num_accepted, committed=len(committed))
         stats.draft_s += drafted - started
         stats.verify_s += verified - drafted
         stats.rest_s += self._clock() - verified
         return committed
 
-    def _commit(self, block: tuple[int, ...], logits: NDArray[np.float32]) -> list[Token]:
-        """Pass a block's tokens through the stop rules one by one; the first that ends the text is the last."""
+    def _commit(self, block: tuple[int, ...], logits: NDArray[np.float32], rows: tuple[int, ...]) -> list[Token]:
+        """Pass a block's tokens, picked from `rows`, through the stop rules; the one that ends the text is the last."""
         committed = []
-        for row, token in enumerate(block):
+        for row, token in zip(rows, block, strict=True):
             text, reason = self._stops.push(token)
             self.tokens.append(token)
             committed.append(Token(token, text, self._logprob(logits[row], token)))
@@ -129,11 +132,15 @@ class Loop:
         return proposal or Proposal()
 
     def _checked(self, proposal: Proposal, limit: int) -> Proposal:
-        size, ids, probs = self._target.vocab_size, proposal.token_ids, proposal.probs
+        size, ids, probs, parents = self._target.vocab_size, proposal.token_ids, proposal.probs, proposal.parents
         if len(ids) > limit or not all(0 <= token < size for token in ids):
             raise ValueError(f"expected at most {limit} ids below {size}, found {ids}")
-        if (probs is not None and probs.shape[1:] != (size,)) or (probs is not None and len(probs) < len(ids)):
+        if probs is not None and (probs.shape[1:] != (size,) or len(probs) < len(ids)):
             raise ValueError(f"expected probabilities [{len(ids)}, {size}], found {probs.shape}")
+        if parents is not None:
+            if probs is not None or not self._target.takes_trees:
+                raise ValueError("expected a chain: a tree has no probabilities, and an engine that takes trees")
+            check_tree(ids, parents)
         return proposal
 
     def _guarded(self, action: Callable[[], _T]) -> _T | None:

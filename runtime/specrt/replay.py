@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.engine import Engine
+from specrt.tree import depths
 
 
 class Transcript:
@@ -25,7 +26,8 @@ class Transcript:
         real: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.vocab_size, self.capacity, self.verify_widths = target.vocab_size, target.capacity, target.verify_widths
-        self.kv_length = 0
+        self.takes_trees = target.takes_trees
+        self.kv_length = self._call_start = 0
         self._tokens, self._call_s, self._real, self._added_s = list(tokens), call_s, real, 0.0
         self._logits = np.full((self.verify_widths[-1], self.vocab_size), -np.inf, np.float32)
         self._raised = [0] * len(self._logits)
@@ -38,16 +40,16 @@ class Transcript:
         """Take tokens as read."""
         self.kv_length += len(token_ids)
 
-    def verify(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Return logits [n, V] that leave nothing but the text's own next token in each row."""
         started, start = self._real(), self.kv_length
         rows = self._logits[: len(token_ids)]
-        for row in range(len(rows)):
+        for row, depth in enumerate(range(len(rows)) if parents is None else depths(parents)):
             rows[row, self._raised[row]] = -np.inf
-            at = start + row + 1
+            at = start + depth + 1
             self._raised[row] = self._tokens[at] if at < len(self._tokens) else 0
             rows[row, self._raised[row]] = 0.0
-        self.kv_length = start + len(token_ids)
+        self._call_start, self.kv_length = start, start + len(token_ids)
         width = next(width for width in self.verify_widths if width >= len(token_ids))
         self._added_s += self._call_s[width] - (self._real() - started)
         return rows
@@ -65,6 +67,10 @@ class Transcript:
     def rollback(self, length: int) -> None:
         """Keep the first `length` tokens."""
         self.kv_length = length
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last call."""
+        self.rollback(self._call_start + len(rows))
 
     def close(self) -> None:
         """Hold nothing."""

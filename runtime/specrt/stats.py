@@ -5,8 +5,10 @@ block_efficiency  tokens emitted per target call, bonus and recovered tokens inc
 mean_accepted     accepted tokens per target call, bonus excluded
 
 Tokens after a stop count nowhere: where accepted tokens are cut, the proposal is counted up to the same position.
+Every token of a tree is a proposed one, at the position it was guessed for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,20 +64,24 @@ class Statistics:
         """Tokens per second after the target's prefill; 0 if none was emitted."""
         return self.num_tokens / self.decode_s if self.decode_s else 0.0
 
-    def count(self, *, proposed: int, accepted: int, committed: int) -> None:
-        """Add one step that committed `committed` tokens, the first `accepted` of `proposed` guesses among them."""
+    def count(self, *, depths: Sequence[int], accepted: int, committed: int) -> None:
+        """Add one step that committed `committed` tokens, the first `accepted` of them guesses.
+
+        depths: of every guess, how many others come before it in the proposal.
+        """
         if committed <= accepted:  # a stop cut the block: nothing after it was ever offered
-            proposed = accepted = committed
+            depths, accepted = [depth for depth in depths if depth < committed], committed
         self.num_steps += 1
         self.num_tokens += committed
-        self.num_proposed += proposed
+        self.num_proposed += len(depths)
         self.num_accepted += accepted
-        for position in range(proposed):
-            if position == len(self.proposed_by_position):
-                self.proposed_by_position.append(0)
-                self.accepted_by_position.append(0)
-            self.proposed_by_position[position] += 1
-            self.accepted_by_position[position] += position < accepted
+        missing = max(depths, default=-1) + 1 - len(self.proposed_by_position)
+        for counts in (self.proposed_by_position, self.accepted_by_position):
+            counts += [0] * missing
+        for depth in depths:
+            self.proposed_by_position[depth] += 1
+        for depth in range(accepted):
+            self.accepted_by_position[depth] += 1
 
     @property
     def hint(self) -> str | None:

@@ -150,7 +150,7 @@ def test_a_prompt_without_output_divides_by_nothing(bench: Run) -> None:
 def timed(seconds: float, tokens: int) -> Statistics:
     stats = Statistics(drafter="none", num_prompt_tokens=1)
     for _ in range(tokens):
-        stats.count(proposed=0, accepted=0, committed=1)
+        stats.count(depths=(), accepted=0, committed=1)
     stats.verify_s, stats.rest_s, stats.prefill_s = 0.75 * seconds, 0.25 * seconds, 1e6
     return stats
 

@@ -257,6 +257,36 @@ def test_rollback_only_goes_back(engine: OrtEngine, length: int) -> None:
     assert engine.kv_length == 3
 
 
+def test_kept_rows_are_moved_together_and_nothing_else_is_touched(engine: OrtEngine) -> None:
+    engine.prefill(tokens(7))
+    engine.verify(tokens(6, seed=1))
+    before = copy_kv(engine)
+    engine.keep((0, 1, 3, 5))
+    assert engine.kv_length == 11
+    assert changed_slots(before, kv(engine)) == {7 + 2, 7 + 3}
+    for old, new in zip(before, kv(engine), strict=True):
+        np.testing.assert_array_equal(new[:, :, 7:11], old[:, :, [7, 8, 10, 12]])
+
+
+def test_keeping_the_first_rows_moves_nothing(engine: OrtEngine) -> None:
+    engine.prefill(tokens(7))
+    engine.verify(tokens(6, seed=1))
+    before = copy_kv(engine)
+    for count in (6, 3, 1):
+        engine.keep(range(count))
+        assert (engine.kv_length, changed_slots(before, kv(engine))) == (7 + count, set())
+    engine.keep(())
+    assert engine.kv_length == 7
+
+
+@pytest.mark.parametrize("rows", [(0, 6), (-1, 0), (1, 0), (2, 2)])
+def test_rows_that_are_none_of_the_last_call_are_not_kept(engine: OrtEngine, rows: tuple[int, ...]) -> None:
+    engine.prefill(tokens(7))
+    engine.verify(tokens(6, seed=1))
+    with pytest.raises(EngineError, match=r"expected rising rows of the 6 of the last call, found"):
+        engine.keep(rows)
+
+
 def test_nothing_works_after_close(engine: OrtEngine) -> None:
     engine.close()
     engine.close()

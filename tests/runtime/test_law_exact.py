@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parts import ListDrafter, PlainDetokenizer
-from specrt.acceptance import Law, Proposal
+from parts import ListDrafter, PlainDetokenizer, grow
+from specrt.acceptance import Law, Picker, Proposal, Verdict
 from specrt.control import FixedController
 from specrt.drafters import Drafter
 from specrt.loop import Loop
@@ -169,7 +169,7 @@ class ExactPicker:
     def forget(self, position: int) -> None: ...
 
 
-Guess = Callable[[Sequence[int], int, Any, int], tuple[list[int], list[np.ndarray] | None]]
+Guess = Callable[[Sequence[int], int, Any, int], tuple[list[int], list[np.ndarray] | None] | Proposal]
 
 
 def sampled_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], list[np.ndarray]]:
@@ -200,6 +200,26 @@ def target_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> 
         guess.append(chooser.draft(law, start=len(tokens), node=node))
         laws.append(law)
     return guess, laws
+
+
+def tree_guess(*shape: int, depth_first: bool = False) -> Guess:
+    """Guess the most probable tokens of the draft law at every node of a tree."""
+
+    def guess(tokens: Sequence[int], limit: int, _chooser: Any, salt: int) -> Proposal:
+        def children(path: list[int]) -> list[int]:
+            law = make_law(salt, "draft", [*tokens, *path])
+            return sorted(range(V), key=lambda token: -law[token])
+
+        return grow(children, shape, limit, depth_first=depth_first)
+
+    return guess
+
+
+def sampled_tree_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> Proposal:
+    """Draw a token, which the proposal does not tell, put another beside it and one below that."""
+    first = chooser.draft(make_law(salt, "draft", tokens), start=len(tokens), node=0)
+    ids, parents = (first, (first + 1) % V, (first + 2) % V), (-1, -1, 1)
+    return Proposal(ids[:limit], parents=parents[:limit])
 
 
 def cut_before_guess(tokens: Sequence[int], limit: int, chooser: Any, salt: int) -> tuple[list[int], list[np.ndarray]]:
@@ -261,11 +281,11 @@ def exact_law(length: int, salt: int, stop: int | None) -> Distribution:
 
 def loop_law(
     guess: Guess | None, *, k: int, length: int, salt: int, stop: int | None = None, choose_k: type[EveryK] = EveryK,
-    make_chooser: Callable[[Branches], Any] = ExactChooser,
+    make_chooser: Callable[[Branches], Any] = ExactChooser, make_engine: type[ToyEngine] = ToyEngine,
 ) -> Distribution:  # fmt: skip
     def run(branches: Branches) -> Text:
         chooser = make_chooser(branches)
-        engine = ToyEngine(V, logits=lambda prefix: make_law(salt, "target", prefix))
+        engine = make_engine(V, logits=lambda prefix: make_law(salt, "target", prefix))
         drafter: Drafter = ListDrafter(_Guesser(guess, chooser, salt, choose_k(k)))
         params = SamplingParams(max_tokens=length)
         stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
@@ -291,7 +311,10 @@ class _Guesser:
         if limit < 1:
             self._last = []
             return Proposal()
-        ids, laws = self._guess(tokens, limit, self._chooser, self._salt)
+        guess = self._guess(tokens, limit, self._chooser, self._salt)
+        if isinstance(guess, Proposal):
+            return guess
+        ids, laws = guess
         self._last, self._last_start = list(ids), len(tokens)
         return Proposal(tuple(ids), np.array(laws, object).reshape(len(ids), V) if laws is not None else None)
 
@@ -325,6 +348,119 @@ def test_a_stop_inside_a_block_keeps_the_law(guess: Guess, salt: int) -> None:
 def test_a_k_that_follows_acceptance_keeps_the_law(salt: int) -> None:
     found = loop_law(sampled_guess, k=2, length=3, salt=salt, choose_k=AcceptanceK)
     assert error(found, exact_law(3, salt, None)) == 0
+
+
+TREES: dict[str, Guess] = {
+    "two": tree_guess(2),
+    "three": tree_guess(3),
+    "all": tree_guess(V),
+    "two and one": tree_guess(2, 1),
+    "two and two": tree_guess(2, 2),
+    "two and one, depth first": tree_guess(2, 1, depth_first=True),
+    "one and two": tree_guess(1, 2, depth_first=True),
+    "a chain as a tree": tree_guess(1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("name", TREES)
+def test_trees_have_exactly_the_targets_law(name: str, salt: int) -> None:
+    assert error(loop_law(TREES[name], k=3, length=4, salt=salt), exact_law(4, salt, None)) == 0
+
+
+def test_a_tree_that_was_drawn_has_exactly_the_targets_law() -> None:
+    assert error(loop_law(sampled_tree_guess, k=3, length=4, salt=0), exact_law(4, 0, None)) == 0
+
+
+@pytest.mark.parametrize("salt", SALTS)
+def test_a_stop_inside_a_tree_keeps_the_law(salt: int) -> None:
+    assert error(loop_law(tree_guess(2, 2), k=3, length=4, salt=salt, stop=2), exact_law(4, salt, 2)) == 0
+
+
+class SiblingsSeen(ToyEngine):
+    """Planted: a mask that leaves out no earlier row of the call."""
+
+    def seen(self, row: int, parents: Sequence[int]) -> list[int]:
+        return list(range(row + 1))
+
+
+class WrongParent(ToyEngine):
+    """Planted: a row follows the one before its parent."""
+
+    def seen(self, row: int, parents: Sequence[int]) -> list[int]:
+        return super().seen(row, [max(parent - 1, min(parent, 0)) for parent in parents])
+
+
+class MovedFromTheRowBefore(ToyEngine):
+    """Planted: rows that have to move are taken one too early."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        if list(rows) != list(range(len(rows))):
+            self._slots[self._start + 1 :] = self._slots[self._start : -1]
+        super().keep(rows)
+
+
+class NotMoved(ToyEngine):
+    """Planted: the first rows of the call are kept instead of the accepted ones."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rollback(self._start + len(rows))
+
+
+@pytest.mark.parametrize("bug", [SiblingsSeen, WrongParent, MovedFromTheRowBefore, NotMoved])
+def test_bugs_planted_in_an_engine_with_trees_are_seen(bug: type[ToyEngine]) -> None:
+    settings: dict[str, Any] = {"k": 3, "length": 4, "salt": 0}
+    assert error(loop_law(tree_guess(2, 1), **settings, make_engine=bug), exact_law(4, 0, None)) > Fraction(1, 10_000)
+
+
+def one_after_the_other(*, one_draw: bool) -> Callable[..., Verdict]:
+    """Accept siblings one after the other, each in what the target's law is without those before it.
+
+    That is exact if each has a draw of its own; planted: they share one.
+    """
+
+    def accept(proposal: Proposal, logits: np.ndarray, picker: Picker, *, start: int) -> Verdict:
+        path: list[int] = []
+        chooser: Any = picker.chooser
+        node = -1
+        while True:
+            law, key = logits[node + 1].copy(), (start, len(path))
+            shared = Fraction(0)  # the part of the one draw that is used up
+            accepted = None
+            for token, child in proposal.children(node).items():
+                chance = law[token] / law.sum()
+                if one_draw:
+                    chance = max(Fraction(0), chance - shared) / (1 - shared)
+                    shared = max(shared, law[token] / law.sum())
+                if chance == 1 or chooser.fresh([chance, 1 - chance], "accept", *key, child) == 0:
+                    accepted = token, child
+                    break
+                law[token] = Fraction(0)
+            if accepted is None:
+                return Verdict(tuple(path), chooser.token(law, position=start + len(path)))
+            node = accepted[1]
+            path.append(node)
+
+    return accept
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_siblings_that_share_a_draw_are_seen(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = exact_law(4, 0, None)
+    monkeypatch.setattr("specrt.loop.accept", one_after_the_other(one_draw=False))
+    assert error(loop_law(tree_guess(*shape), k=3, length=4, salt=0), wanted) == 0
+    monkeypatch.setattr("specrt.loop.accept", one_after_the_other(one_draw=True))
+    assert error(loop_law(tree_guess(*shape), k=3, length=4, salt=0), wanted) > Fraction(1, 10_000)
+
+
+def test_a_token_picked_from_its_parents_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specrt.acceptance import accept
+
+    def late(proposal: Proposal, logits: np.ndarray, picker: Picker, *, start: int) -> Verdict:
+        return accept(proposal, logits[[0, *range(len(logits) - 1)]], picker, start=start)
+
+    monkeypatch.setattr("specrt.loop.accept", late)
+    assert error(loop_law(tree_guess(2, 1), k=3, length=4, salt=0), exact_law(4, 0, None)) > Fraction(1, 10_000)
 
 
 def shares(*pair: str) -> Callable[[Branches], Any]:

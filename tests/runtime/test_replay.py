@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from parts import make_loop, ngram, run
+from parts import ListDrafter, grow, make_loop, ngram, run
 from specrt.control import FixedController
 from specrt.drafters import Drafter, NoDrafter
 from specrt.replay import Transcript
@@ -15,7 +15,13 @@ CALL_S = {2: 2.0, 4: 4.0, 6: 6.0, 10: 10.0, 16: 16.0}
 PROMPT = [0, 1]
 
 
-@pytest.mark.parametrize("drafter", [ngram, NoDrafter])
+def trees() -> Drafter:
+    return ListDrafter(
+        lambda tokens, limit: grow(lambda path: [(tokens[0] + len(path) + i) % 4 for i in range(4)], (3, 2, 1), limit)
+    )
+
+
+@pytest.mark.parametrize("drafter", [ngram, NoDrafter, trees])
 @pytest.mark.parametrize("k", [1, 3, 9, 15])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "seed": 5}, {"temperature": 0.7, "seed": 5, "top_k": 2}])
 def test_steps_are_those_of_the_target(drafter: Callable[[], Drafter], k: int, params: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ def stats(*steps: tuple[int, int, int], drafter: str = "ngram") -> Statistics:
     """Return statistics of steps (proposed, accepted, committed)."""
     result = Statistics(drafter=drafter, num_prompt_tokens=3)
     for proposed, accepted, committed in steps:
-        result.count(proposed=proposed, accepted=accepted, committed=committed)
+        result.count(depths=range(proposed), accepted=accepted, committed=committed)
     return result
 
 
