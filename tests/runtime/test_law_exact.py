@@ -267,7 +267,7 @@ def loop_law(
         chooser = make_chooser(branches)
         engine = ToyEngine(V, logits=lambda prefix: make_law(salt, "target", prefix))
         drafter: Drafter = ListDrafter(_Guesser(guess, chooser, salt, choose_k(k)))
-        params = SamplingParams(max_tokens=length)
+        params = SamplingParams(max_tokens=length, coupling="rejection")
         stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
         picker: Any = ExactPicker(chooser)
         controller = FixedController(k if guess else 0)
