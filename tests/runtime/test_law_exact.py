@@ -153,7 +153,7 @@ class PositionKeyedDrafts(ExactChooser):
 class ExactPicker:
     """The sampler's side of acceptance on rows that are laws already."""
 
-    params = SamplingParams()
+    params = SamplingParams(coupling="rejection")
 
     def __init__(self, chooser: Any) -> None:
         self.chooser = chooser
@@ -267,7 +267,7 @@ def loop_law(
         chooser = make_chooser(branches)
         engine = ToyEngine(V, logits=lambda prefix: make_law(salt, "target", prefix))
         drafter: Drafter = ListDrafter(_Guesser(guess, chooser, salt, choose_k(k)))
-        params = SamplingParams(max_tokens=length, coupling="rejection")
+        params = SamplingParams(max_tokens=length)
         stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
         picker: Any = ExactPicker(chooser)
         controller = FixedController(k if guess else 0)

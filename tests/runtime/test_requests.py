@@ -278,6 +278,17 @@ def test_n_gram_lengths_are_whole_numbers(name: str) -> None:
         speculation({name: 1.5})
 
 
+def test_a_draft_budget_is_in_milliseconds() -> None:
+    assert speculation({}).draft_budget_s is None
+    assert speculation({"draft_budget_ms": 2}).draft_budget_s == 0.002
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, "5", True])
+def test_a_draft_budget_that_no_drafter_could_keep_or_break_is_refused(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"^draft_budget_ms: expected"):
+        speculation({"draft_budget_ms": value})
+
+
 def ids_of(tokenizer: Tokenizer, prompt: Any, *, capacity: int = 128) -> list[int]:
     return prompt_ids(prompt, tokenizer, vocab_size=V, capacity=capacity)
 

@@ -24,8 +24,9 @@ class GuardedDrafter:
     """
 
     def __init__(
-        self, drafter: Drafter, stats: Statistics, *, vocab_size: int, budget_s: float | None, clock: Callable[[], float]
-    ) -> None:
+        self, drafter: Drafter, stats: Statistics, *, vocab_size: int, budget_s: float | None,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
         self.name = drafter.name
         self._drafter, self._stats, self._vocab_size = drafter, stats, vocab_size
         self._budget_s, self._clock = budget_s, clock
@@ -88,4 +89,6 @@ def check_proposal(proposal: Proposal, *, limit: int, vocab_size: int, by_ratio:
         raise ValueError(f"expected probabilities [{len(ids)}, {vocab_size}], found {list(probs.shape)}")
     for row, token in zip(probs, ids, strict=False):
         if not (row.min() >= 0 and abs(row.sum() - 1) <= _TOLERANCE and row[token] > 0):
-            raise ValueError(f"expected laws that their tokens were drawn from, found one that gives {token} {row[token]}")
+            raise ValueError(
+                f"expected laws that their tokens were drawn from, found one that gives {token} {row[token]}"
+            )
