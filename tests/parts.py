@@ -66,6 +66,7 @@ def make_loop(
     controller: Controller | None = None,
     eos: tuple[int, ...] = (),
     clock: Callable[[], float] | None = None,
+    draft_budget_s: float | None = None,
     **params: Any,
 ) -> Loop:
     """Return a loop over `target` with real sampler, stop rules and acceptance."""
@@ -76,7 +77,10 @@ def make_loop(
     ticks = itertools.count()
     clock = clock or (lambda: float(next(ticks)))
     controller = controller or FixedController(k)
-    return Loop(target, drafter or NoDrafter(), sampler, stops, list(prompt), controller=controller, clock=clock)
+    return Loop(
+        target, drafter or NoDrafter(), sampler, stops, list(prompt), controller=controller, clock=clock,
+        draft_budget_s=draft_budget_s,
+    )  # fmt: skip
 
 
 def run(target: Any, drafter: Drafter | None = None, **arguments: Any) -> tuple[list[int], Loop, list[Token]]:

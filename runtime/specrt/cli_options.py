@@ -70,6 +70,7 @@ _SAMPLING = (
     ),
     click.option("--prompt-lookup-max", type=int, help="Longest n-gram that the ngram drafter looks up."),
     click.option("--prompt-lookup-min", type=int, help="Shortest one."),
+    click.option("--draft-budget-ms", type=float, help="Drop a drafter that takes longer for a proposal."),
     click.option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
     click.option("--top-k", type=int, help="Keep the K best tokens, 0 for all."),
     click.option("--top-p", type=float, help="Keep the best tokens with this much probability."),

@@ -177,7 +177,10 @@ class LanguageModel:
         )
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
         controller = self._controller(how, params, given)
-        loop = Loop(target, self._drafter(how), sampler, stops, ids, controller=controller, clock=clock)
+        loop = Loop(
+            target, self._drafter(how), sampler, stops, ids, controller=controller, clock=clock,
+            draft_budget_s=how.draft_budget_s,
+        )  # fmt: skip
         return _Request(loop, stops, params)
 
     def _check_defaults(self) -> None:
@@ -201,6 +204,10 @@ class LanguageModel:
             if given.get("k") == "auto" or how.max_step_ms is not None:
                 raise RequestError(
                     "k: with coupling 'rejection' a seed's text depends on k: give it, or leave out seed"
+                )
+            if how.draft_budget_s is not None:
+                raise RequestError(
+                    "draft_budget_ms: with coupling 'rejection' a seed's text depends on it: leave out one of them"
                 )
             return FixedController(how.k)
         if not how.adaptive:

@@ -10,25 +10,20 @@ The rows to keep are that of t_last and those of the accepted tokens: the first 
 path of a tree. Plain decoding is the drafter that proposes nothing.
 """
 
-import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specrt.acceptance import Proposal, accept
+from specrt.acceptance import accept
 from specrt.control import Controller, Step
-from specrt.drafters import Drafter, NoDrafter
+from specrt.drafters import Drafter
+from specrt.drafters.guard import GuardedDrafter
 from specrt.engine import Engine
 from specrt.sampling import Sampler, log_probabilities
 from specrt.stats import Statistics
 from specrt.stops import FinishReason, StopRules
-from specrt.tree import check_tree
-
-_log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +49,17 @@ class Loop:
 
     def __init__(
         self, target: Engine, drafter: Drafter, sampler: Sampler, stops: StopRules, prompt: list[int], *,
-        controller: Controller, clock: Callable[[], float],
+        controller: Controller, clock: Callable[[], float], draft_budget_s: float | None = None,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.stats = Statistics(drafter=drafter.name, num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = stops.exhausted()
-        self._target, self._drafter, self._sampler, self._stops = target, drafter, sampler, stops
+        self._target, self._sampler, self._stops = target, sampler, stops
         self._controller, self._clock = controller, clock
+        self._drafter = GuardedDrafter(
+            drafter, self.stats, vocab_size=target.vocab_size, takes_trees=target.takes_trees, budget_s=draft_budget_s,
+            clock=clock,
+        )  # fmt: skip
 
     def run(self) -> Generator[Token, None, None]:
         """Generate until a stop rule ends it; `finish_reason` and `stats` are final then."""
@@ -78,7 +77,7 @@ class Loop:
         self._target.rollback(0)
         self._target.prefill(self.tokens[:-1])
         prefilled = self._clock()
-        self._guarded(lambda: self._drafter.start(self.tokens, self._sampler))
+        self._drafter.start(self.tokens, self._sampler)
         self.stats.prefill_s = prefilled - started
         self.stats.draft_s = self._clock() - prefilled  # plain decoding has no such cost
 
@@ -86,7 +85,8 @@ class Loop:
         n = len(self.tokens)
         assert self._target.kv_length == n - 1
         started = self._clock()
-        drafts = self._propose(limit=min(self._target.verify_widths[-1], self._stops.remaining()) - 1)
+        room = min(self._target.verify_widths[-1], self._stops.remaining()) - 1
+        drafts = self._drafter.propose(self.tokens, self._controller.limit(room) if room > 0 else 0)
         drafted = self._clock()
         proposal = drafts.first(self._controller.keep(drafts))
         logits = self._target.verify((self.tokens[-1], *proposal.token_ids), proposal.row_parents)
@@ -121,37 +121,6 @@ class Loop:
                 self.finish_reason = reason
                 break
         return committed
-
-    def _propose(self, *, limit: int) -> Proposal:
-        limit = self._controller.limit(limit) if limit > 0 else 0
-        if limit < 1:
-            return Proposal()
-        proposal = self._guarded(lambda: self._checked(self._drafter.propose(self.tokens, limit), limit))
-        # Drafters push their guesses to the sampler's history; whatever happened to them, the prefix is ours again.
-        self._sampler.rewind(len(self.tokens))
-        return proposal or Proposal()
-
-    def _checked(self, proposal: Proposal, limit: int) -> Proposal:
-        size, ids, probs, parents = self._target.vocab_size, proposal.token_ids, proposal.probs, proposal.parents
-        if len(ids) > limit or not all(0 <= token < size for token in ids):
-            raise ValueError(f"expected at most {limit} ids below {size}, found {ids}")
-        if probs is not None and (probs.shape[1:] != (size,) or len(probs) < len(ids)):
-            raise ValueError(f"expected probabilities [{len(ids)}, {size}], found {probs.shape}")
-        if parents is not None:
-            if probs is not None or not self._target.takes_trees:
-                raise ValueError("expected a chain: a tree has no probabilities, and an engine that takes trees")
-            check_tree(ids, parents)
-        return proposal
-
-    def _guarded(self, action: Callable[[], _T]) -> _T | None:
-        """Run a drafter; one that fails is dropped for the rest of the request."""
-        try:
-            return action()
-        except Exception:
-            _log.exception("the %s drafter failed; going on without it", self._drafter.name)
-            self.stats.num_drafter_faults += 1
-            self._drafter = NoDrafter()
-            return None
 
     def _logprob(self, row: NDArray[np.float32], token: int) -> TokenLogprob | None:
         count = self._sampler.params.logprobs

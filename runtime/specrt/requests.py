@@ -1,5 +1,6 @@
 """Options of a request as a user gives them, and their resolution against the artifact's defaults."""
 
+import math
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,8 @@ class Options(TypedDict, total=False):
     seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `model` or
     `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as many as pay by what
     was measured so far; max_step_ms then bounds the milliseconds of a step. prompt_lookup_max, prompt_lookup_min:
-    lengths of the n-grams that the `ngram` drafter looks up. chat_template_kwargs: variables for the chat template
+    lengths of the n-grams that the `ngram` drafter looks up. draft_budget_ms: a drafter that takes longer for a
+    proposal is dropped for the rest of the request. chat_template_kwargs: variables for the chat template
     (`enable_thinking`, `tools`, ...), with a prompt of messages.
     """
 
@@ -54,6 +56,7 @@ class Options(TypedDict, total=False):
     max_step_ms: float | None
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
+    draft_budget_ms: float | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -78,13 +81,14 @@ _ELSEWHERE = {  # what other libraries call it
     "top_logprobs": "logprobs", "tools": "chat_template_kwargs", "enable_thinking": "chat_template_kwargs",
 }  # fmt: skip
 _NUMBERS = (
-    "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"
+    "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "draft_budget_ms",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How a request drafts: the drafter by name, most tokens per proposal, n-gram lengths.
+    """How a request drafts: the drafter by name, most tokens per proposal, n-gram lengths, seconds per proposal.
 
     adaptive: k is where it begins, and from there on what pays within max_step_ms per step.
     """
@@ -95,6 +99,7 @@ class Speculation:
     max_step_ms: float | None
     prompt_lookup_max: int
     prompt_lookup_min: int
+    draft_budget_s: float | None
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,9 +225,13 @@ def resolve_speculation(
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
     ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
+    budget_ms = given.get("draft_budget_ms")
+    if budget_ms is not None and not 0 < budget_ms < math.inf:
+        raise RequestError(f"draft_budget_ms: expected above 0, found {budget_ms}")
     return Speculation(
         drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
         prompt_lookup_max=longest, prompt_lookup_min=shortest,
+        draft_budget_s=None if budget_ms is None else budget_ms / 1e3,
     )  # fmt: skip
 
 

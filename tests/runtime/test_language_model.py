@@ -480,7 +480,23 @@ def test_a_drafter_that_fails_costs_no_token(
     assert output(result) == output(plain)
     assert result.stats.num_drafter_faults == 1
     assert "failed and was dropped" in str(result.stats.hint)
-    assert "ZeroDivisionError" in caplog.text
+    assert "the model drafter failed: ZeroDivisionError" in caplog.text
+
+
+def test_a_drafter_beyond_its_budget_costs_no_token(tiny_model: LanguageModel) -> None:
+    plain = tiny_model.generate(PROMPT, k=0, **LONG)
+    result = tiny_model.generate(PROMPT, drafter="model", draft_budget_ms=1e-6, **LONG)
+    assert output(result) == output(plain)
+    assert result.stats.num_drafter_faults == 1
+    assert not tiny_model.generate(PROMPT, drafter="model", draft_budget_ms=1e6, **LONG).stats.num_drafter_faults
+
+
+def test_a_seeds_text_is_not_left_to_the_clock(tiny_model: LanguageModel) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "coupling": "rejection", "draft_budget_ms": 5}
+    with pytest.raises(RequestError, match=r"^draft_budget_ms: with coupling 'rejection' a seed's text"):
+        tiny_model.generate(PROMPT, drafter="model", seed=1, **options)
+    for more in ({"drafter": "model"}, {"drafter": "ngram", "seed": 1}):
+        assert tiny_model.generate(PROMPT, max_tokens=2, **options, **more).token_ids  # type: ignore[typeddict-item]
 
 
 def test_the_draft_is_opened_when_it_is_first_needed(tiny_model: LanguageModel) -> None:

@@ -153,7 +153,7 @@ class PositionKeyedDrafts(ExactChooser):
 class ExactPicker:
     """The sampler's side of acceptance on rows that are laws already."""
 
-    params = SamplingParams()
+    params = SamplingParams(coupling="rejection")
 
     def __init__(self, chooser: Any) -> None:
         self.chooser = chooser

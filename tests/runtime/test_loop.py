@@ -1,6 +1,5 @@
 """The loop over toy engines: the same output with speculation on and off, bookkeeping, edges, faults."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 from parts import ListDrafter, chi_square, chi_square_limit, make_loop, run
-from specrt.acceptance import Proposal
 from specrt.drafters import Drafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
@@ -233,62 +231,6 @@ def test_cut_blocks_count_only_what_was_kept() -> None:
     _, loop, _ = run(ToyEngine(V), ListDrafter(good), k=5, max_tokens=30, eos=(end,))
     assert loop.stats.num_proposed == loop.stats.num_accepted == kept
     assert sum(loop.stats.proposed_by_position) == kept
-
-
-class Failing(ListDrafter):
-    """Raises at the n-th proposal, after it has spoiled what it could."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__(good)
-        self.calls, self.after = 0, after
-
-    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
-        self.calls += 1
-        if self.calls > self.after:
-            for token in (1, 2, 3):
-                self.sampler.push(token)  # as a drafter does that fails half-way through a proposal
-            raise RuntimeError("out of order")
-        return super().propose(tokens, limit)
-
-
-@pytest.mark.parametrize("after", [0, 1, 4])
-def test_a_drafter_that_raises_is_dropped_and_the_text_is_unharmed(
-    after: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    params: dict[str, Any] = {"max_tokens": 30, "repetition_penalty": 1.5, "temperature": 0.8, "seed": 5}
-    plain, _, _ = run(ToyEngine(V), **params)
-    with caplog.at_level(logging.ERROR):
-        ids, loop, _ = run(ToyEngine(V), Failing(after), **params)
-    assert ids == plain
-    assert loop.stats.num_drafter_faults == 1
-    assert len(caplog.records) == 1
-
-
-class FailingStart(ListDrafter):
-    def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
-        raise RuntimeError("no engine")
-
-
-def test_a_drafter_that_fails_to_start_is_dropped() -> None:
-    plain, _, _ = run(ToyEngine(V), max_tokens=10)
-    ids, loop, _ = run(ToyEngine(V), FailingStart(good), max_tokens=10)
-    assert (ids, loop.stats.num_drafter_faults, loop.stats.num_proposed) == (plain, 1, 0)
-
-
-RUBBISH: dict[str, Callable[[Sequence[int], int], Proposal]] = {
-    "an id beyond the vocabulary": lambda tokens, limit: Proposal((V,)),
-    "a negative id": lambda tokens, limit: Proposal((-1,)),
-    "too many tokens": lambda tokens, limit: Proposal((0,) * (limit + 1)),
-    "probabilities of another size": lambda tokens, limit: Proposal((0,), np.ones((1, V + 1))),
-    "probabilities missing": lambda tokens, limit: Proposal((0, 1), np.ones((1, V)) / V),
-}
-
-
-@pytest.mark.parametrize("kind", RUBBISH)
-def test_a_drafter_that_proposes_rubbish_is_dropped(kind: str) -> None:
-    plain, _, _ = run(ToyEngine(V), max_tokens=12)
-    ids, loop, _ = run(ToyEngine(V), ListDrafter(RUBBISH[kind]), k=3, max_tokens=12)
-    assert (ids, loop.stats.num_drafter_faults) == (plain, 1)
 
 
 def test_an_error_of_the_target_is_not_swallowed() -> None:

@@ -38,12 +38,20 @@ def resolve(tokenizer: Tokenizer) -> Any:
 
 def speculation(options: Mapping[str, Any], *, default_k: int = 3, max_k: int = 15) -> Any:
     return resolve_speculation(
-        check_options(options), drafters={"ngram": default_k, "model": 2}, default="ngram", max_k=max_k
+        check_options(options), drafters={"ngram": default_k, "model": 2}, default="ngram", choice=None, max_k=max_k
     )
 
 
 def test_the_options_are_the_parameters_and_how_to_draft() -> None:
-    how = {"drafter", "k", "prompt_lookup_max", "prompt_lookup_min", "chat_template_kwargs"}
+    how = {
+        "drafter",
+        "k",
+        "prompt_lookup_max",
+        "prompt_lookup_min",
+        "chat_template_kwargs",
+        "max_step_ms",
+        "draft_budget_ms",
+    }
     assert set(Options.__annotations__) == set(SamplingParams.__dataclass_fields__) | how
 
 
@@ -276,6 +284,17 @@ def test_the_n_gram_lengths_adapt_to_the_one_given(options: Any, longest: int, s
 def test_n_gram_lengths_are_whole_numbers(name: str) -> None:
     with pytest.raises(RequestError, match=f"^{name}: expected a whole number"):
         speculation({name: 1.5})
+
+
+def test_a_draft_budget_is_in_milliseconds() -> None:
+    assert speculation({}).draft_budget_s is None
+    assert speculation({"draft_budget_ms": 2}).draft_budget_s == 0.002
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, "5", True])
+def test_a_draft_budget_that_no_drafter_could_keep_or_break_is_refused(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"^draft_budget_ms: expected"):
+        speculation({"draft_budget_ms": value})
 
 
 def ids_of(tokenizer: Tokenizer, prompt: Any, *, capacity: int = 128) -> list[int]:
