@@ -26,6 +26,7 @@ from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, v
 from specrt_profiles.generation import write_generation
 from specrt_profiles.manifest import (
     MANIFEST_FILE,
+    MODEL_FREE,
     TOKENIZER_FILE,
     DrafterSpec,
     FileEntry,
@@ -38,7 +39,7 @@ from specrt_profiles.manifest import (
 from specrt_profiles.profile import Profile
 from specrt_profiles.vocabulary import check_draft_vocabulary, tokens_by_id
 
-NO_ENGINE = ("ngram", "none")  # values of `draft` that need no exported engine
+NO_ENGINE = (*MODEL_FREE, "none")  # values of `draft` that need no exported engine
 _TOOLS = ("specrt", "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime")
 _MODEL_DRAFTER = "model"
 _DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensorrt": TensorrtDialect}
@@ -48,8 +49,8 @@ _DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensor
 class ExportRequest:
     """What to export and where to.
 
-    `draft` is `ngram`, `none` or a model. With `add_to`, `model` is None: the artifact there is copied to `out` and the
-    copy gets the drafter.
+    `draft` is `ngram`, `suffix`, `none` or a model. With `add_to`, `model` is None: the artifact there is copied to
+    `out` and the copy gets the drafter.
     """
 
     model: str | None
@@ -139,7 +140,7 @@ def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress:
         profile=target.profile,
         vocabulary=vocabulary_of(tokenizer, built.generation_config, num_rows=target.dims.vocab_size),
         engines={"target": built.spec},
-        drafters={"ngram": DrafterSpec(kind="ngram")},
+        drafters={},
         default_drafter="ngram",
         tools={name: version(name) for name in _TOOLS},
         files=built.files,

@@ -29,7 +29,7 @@ Examples:
   specrt export --add-to artifacts/smollm2 --draft ./my-draft -o artifacts/smollm2-drafted""")  # fmt: skip
 @click.argument("model", required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--draft", metavar="MODEL|ngram|none", help="The artifact's default drafter.  [default: ngram]")
+@click.option("--draft", metavar="MODEL|ngram|suffix|none", help="The artifact's default drafter.  [default: ngram]")
 @click.option(
     "--profile", metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.  [default: cpu]"
 )
@@ -81,7 +81,7 @@ def export_command(
         if given := [name for name, value in fixed.items() if value is not None]:
             raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
         if draft is None:
-            raise click.UsageError("--add-to needs a --draft: a model, ngram or none")
+            raise click.UsageError("--add-to needs a --draft: a model, ngram, suffix or none")
     if draft_precision is not None and draft in (None, *NO_ENGINE):
         raise click.UsageError("--draft-precision needs a draft model: --draft MODEL")
     chosen = load_profile(

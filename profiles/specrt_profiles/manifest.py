@@ -17,6 +17,8 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # present if the model has one
 GENERATION_FILE = "generation.json"
+DrafterKind = Literal["ngram", "suffix", "model"]
+MODEL_FREE: tuple[DrafterKind, ...] = ("ngram", "suffix")  # drafters that need no files: every artifact has them
 _FORMAT: Literal["specrt-artifact"] = "specrt-artifact"
 
 
@@ -100,9 +102,12 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
-    """A drafter that the artifact offers; one of kind `model` names its engine and the vocabulary it was made for."""
+    """A drafter that the artifact offers; one of kind `model` names its engine and the vocabulary it was made for.
 
-    kind: Literal["ngram", "model"]
+    Those that need no files are there whether they are listed or not; artifacts once listed `ngram`.
+    """
+
+    kind: DrafterKind
     engine: str | None = None
     vocabulary: str | None = None
 
@@ -126,13 +131,19 @@ class Manifest:
         """The engine whose output is the output."""
         return self.engines["target"]
 
-    def default_k(self, drafter: str) -> int:
-        """Return the k of a request that names none: the profile's for a draft model, the most there is for n-grams.
+    @property
+    def all_drafters(self) -> dict[str, DrafterSpec]:
+        """The drafters that can be asked for: those that need no files, then those that the artifact brings."""
+        return {**{kind: DrafterSpec(kind=kind) for kind in MODEL_FREE}, **self.drafters}
 
-        The n-gram drafter proposes no more than the length of its match warrants.
+    def default_k(self, drafter: str) -> int:
+        """Return the k of a request that names none: the profile's for a draft model, else the most there is.
+
+        Drafters without a model propose no more than they find worth its time.
         """
-        ngram = drafter in self.drafters and self.drafters[drafter].kind == "ngram"
-        return self.profile.max_draft_tokens if ngram else self.profile.num_draft_tokens
+        spec = self.all_drafters.get(drafter)
+        cheap = spec is not None and spec.kind in MODEL_FREE
+        return self.profile.max_draft_tokens if cheap else self.profile.num_draft_tokens
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -224,7 +235,7 @@ def _problem(manifest: Manifest) -> str | None:
     missing = [name for name in (TOKENIZER_FILE, GENERATION_FILE) if name not in manifest.files]
     if missing:
         return f"files: expected {missing[0]} among them, found {sorted(manifest.files)}"
-    if manifest.default_drafter not in {*manifest.drafters, "none"}:
+    if manifest.default_drafter not in {*manifest.all_drafters, "none"}:
         return f"default_drafter: {manifest.default_drafter!r} is not among the drafters"
     ends = [token for token in manifest.vocabulary.eos_token_ids if not 0 <= token < manifest.target.vocab_size]
     if ends:

@@ -63,13 +63,14 @@ def parse_object(_ctx: click.Context, _param: click.Parameter, value: str | None
 
 _COUPLING = click.Choice(["gumbel", "rejection"])
 _SAMPLING = (
-    click.option("--drafter", help="ngram, model or none.  [default: the artifact's]"),
+    click.option("--drafter", help="ngram, suffix, model or none.  [default: the artifact's]"),
     click.option(
         "-k", "--num-speculative-tokens", "k", metavar="K", callback=parse_k,
         help="Most tokens to propose per step, 0 for plain decoding.  [default: auto, as many as pay]",
     ),
     click.option("--prompt-lookup-max", type=int, help="Longest n-gram that the ngram drafter looks up."),
     click.option("--prompt-lookup-min", type=int, help="Shortest one."),
+    click.option("--suffix-cache", is_flag=True, help="Let the suffix drafter look into earlier outputs of this run."),
     click.option("--draft-budget-ms", type=float, help="Drop a drafter that takes longer for a proposal."),
     click.option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
     click.option("--top-k", type=int, help="Keep the K best tokens, 0 for all."),

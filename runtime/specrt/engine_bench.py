@@ -81,7 +81,7 @@ def run_engine_bench(
         machine=processor(), engine_version=engine_version(), threads=reader.threads, repeats=repeats, context=context,
         verify_widths=ladder, read_bytes=reader.num_bytes, gb_per_s=gb_per_s,
         engines=tuple(_facts(subject) for subject in subjects), calls=tuple(calls),
-        break_even=break_even(seconds, ladder, {name: drafter.engine for name, drafter in manifest.drafters.items()}),
+        break_even=break_even(seconds, ladder, {name: spec.engine for name, spec in manifest.all_drafters.items()}),
     )  # fmt: skip
 
 

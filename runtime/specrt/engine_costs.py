@@ -94,11 +94,10 @@ def break_even(
 ) -> tuple[BreakEven, ...]:
     """Return an entry per drafter and verify width.
 
-    seconds: of a call, by engine and rows. drafters: the engine of each, None for those that cost nearly nothing; an
-    artifact without any is told what n-gram lookup would have to bring in.
+    seconds: of a call, by engine and rows. drafters: the engine of each, None for those that cost nearly nothing.
     """
     found = []
-    for drafter, engine in (drafters or {"ngram": None}).items():
+    for drafter, engine in drafters.items():
         ratio = seconds[engine, 1] / seconds["target", 1] if engine else 0.0
         for rows in verify_widths:
             k = rows - 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import threading
@@ -16,6 +17,7 @@ from specrt.control import AdaptiveController, CallCosts, Controller, FixedContr
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
+from specrt.drafters.suffix import SuffixCache, SuffixDrafter
 from specrt.engine import Engine, open_engine
 from specrt.engine_ort import engine_version
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
@@ -31,32 +33,11 @@ from specrt.requests import (
     resolve_speculation,
 )
 from specrt.sampling import Sampler, SamplingParams
-from specrt.stats import Statistics
-from specrt.stops import FinishReason, StopRules
+from specrt.stops import StopRules
+from specrt.stream import Request, Result, Stream, check_process
 from specrt.text import Tokenizer
 from specrt_profiles.generation import read_generation
 from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """A finished generation.
-
-    `token_ids` are the generated ones, an end token included; `text` leaves special tokens and the stop string
-    out. finish_reason: `stop` (an end token, stop id or stop string, named in `stop`), `length` (max_tokens),
-    `capacity` or `cancelled`. `logprobs` has an entry per token if they were asked for. `params` are the
-    parameters that were in effect, the seed among them. `stats` count what was computed, also where a stream was
-    closed before all of it was taken. A cancelled result's text may lack its last characters: those that could
-    still have become a stop string or another character.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop: int | str | None
-    logprobs: tuple[TokenLogprob, ...] | None
-    params: SamplingParams
-    stats: Statistics
 
 
 def load(path: str | Path, *, threads: int | None = None, cache_dir: str | Path | None = None) -> "LanguageModel":
@@ -77,6 +58,7 @@ class LanguageModel:
     It may be used from any thread, but belongs to the process that loaded it: engines do not survive a fork, and ONNX
     Runtime makes a forked child wait for ever at its exit unless it leaves by `os._exit`, as multiprocessing does.
     Call `close` to release the memory, or use it as a context manager, which also ends a request in progress.
+    `suffix_cache` holds the outputs of requests with that option; clear it or set its limit between requests.
     """
 
     def __init__(
@@ -90,6 +72,7 @@ class LanguageModel:
         self._check_defaults()
         self._threads, self._clock = threads, clock
         self._engines: dict[str, Engine] = {}
+        self.suffix_cache = SuffixCache()
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._closed = False
@@ -112,21 +95,20 @@ class LanguageModel:
                 pass
             return stream.result
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> "Stream":
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """Start generating and return an iterator of `Token`, one per token in order; closing it ends the request."""
         return self.start(prompt, options)
 
     def start(
         self, prompt: Prompt, options: Options, *, target: Engine | None = None,
         clock: Callable[[], float] | None = None,
-    ) -> "Stream":  # fmt: skip
+    ) -> Stream:  # fmt: skip
         """Do what `stream` does with options in a dict; `target`, `clock`: others than the model's, to measure."""
         given = check_options(options)
         self._claim()
         try:
-            stream = Stream(
-                self._request(prompt, given, target or self.target, clock or self._clock), self._lock.release
-            )
+            request = self._request(prompt, given, target or self.target, clock or self._clock)
+            stream = Stream(request, functools.partial(self._release, request))
         except BaseException:
             self._lock.release()
             raise
@@ -159,7 +141,7 @@ class LanguageModel:
         """The largest k that can be asked for here."""
         return self.target.verify_widths[-1] - 1
 
-    def _request(self, prompt: Prompt, given: dict[str, Any], target: Engine, clock: Callable[[], float]) -> "_Request":
+    def _request(self, prompt: Prompt, given: dict[str, Any], target: Engine, clock: Callable[[], float]) -> Request:
         vocab_size, manifest = self.target.vocab_size, self.manifest
         ids = prompt_ids(
             prompt, self.tokenizer, vocab_size=vocab_size, capacity=self.target.capacity,
@@ -167,7 +149,7 @@ class LanguageModel:
         )  # fmt: skip
         params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
         how = resolve_speculation(
-            given, drafters={name: manifest.default_k(name) for name in manifest.drafters},
+            given, drafters={name: manifest.default_k(name) for name in manifest.all_drafters},
             default=manifest.default_drafter, choice=self.choice, max_k=self.max_k,
         )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
@@ -181,7 +163,7 @@ class LanguageModel:
             target, self._drafter(how), sampler, stops, ids, controller=controller, clock=clock,
             draft_budget_s=how.draft_budget_s,
         )  # fmt: skip
-        return _Request(loop, stops, params)
+        return Request(loop, stops, params, suffix_cache=how.suffix_cache)
 
     def _check_defaults(self) -> None:
         try:
@@ -192,9 +174,13 @@ class LanguageModel:
     def _drafter(self, how: Speculation) -> Drafter:
         if how.k == 0 or how.drafter == "none":
             return NoDrafter()
-        if self.manifest.drafters[how.drafter].kind == "ngram":
+        spec = self.manifest.all_drafters[how.drafter]
+        if spec.kind == "ngram":
             return NgramDrafter(max_ngram=how.prompt_lookup_max, min_ngram=how.prompt_lookup_min)
-        engine = self._engine(str(self.manifest.drafters[how.drafter].engine))
+        if spec.kind == "suffix":
+            cache = self.suffix_cache if how.suffix_cache else None
+            return SuffixDrafter(widths=self.target.verify_widths, cache=cache)
+        engine = self._engine(str(spec.engine))
         return ModelDrafter(engine, vocab_size=self.target.vocab_size)
 
     def _controller(self, how: Speculation, params: SamplingParams, given: dict[str, Any]) -> Controller:
@@ -220,8 +206,16 @@ class LanguageModel:
             self._engines[name] = open_engine(self.folder, self.manifest.engines[name], threads=self._threads)
         return self._engines[name]
 
+    def _release(self, request: Request) -> None:
+        """Free the model for the next request."""
+        try:
+            if request.suffix_cache:
+                self.suffix_cache.add(request.loop.tokens[request.loop.stats.num_prompt_tokens :])
+        finally:
+            self._lock.release()
+
     def _claim(self) -> None:
-        _check_process(self._process)
+        check_process(self._process)
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 "another request is in progress: finish or close its stream first, or load the artifact once more"
@@ -229,88 +223,3 @@ class LanguageModel:
         if self._closed:
             self._lock.release()
             raise EngineError("the artifact is closed: load it again")
-
-
-def _check_process(process: int) -> None:
-    if os.getpid() != process:
-        raise BusyError(f"loaded in process {process}, used in {os.getpid()}: load the artifact after the fork")
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A prepared request: its loop, and what the result will be made of."""
-
-    loop: Loop
-    stops: StopRules
-    params: SamplingParams
-
-
-class Stream(Iterator[Token]):
-    """The tokens of a request as they are committed. `result` is what has been generated so far, final at the end.
-
-    Closing it, leaving its `with` block, or dropping it ends the request and frees the model for the next.
-    `cancel` may be called from another thread: the step in progress is the last.
-    """
-
-    def __init__(self, request: _Request, release: Callable[[], None]) -> None:
-        self._request = request
-        self._tokens = request.loop.run()
-        self._release = [release]  # taken out by whoever closes first
-        self._process = os.getpid()
-        self._ids: list[int] = []
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
-
-    def __next__(self) -> Token:
-        _check_process(self._process)
-        try:
-            token = next(self._tokens)
-        except BaseException:  # StopIteration, an error or an interrupt: this request is over
-            self.close()
-            raise
-        self._ids.append(token.id)
-        self._texts.append(token.text)
-        if token.logprob is not None:
-            self._logprobs.append(token.logprob)
-        return token
-
-    def cancel(self) -> None:
-        """End the request after the step in progress, with finish reason `cancelled`."""
-        self._request.loop.cancel()
-
-    def close(self) -> None:
-        """End the request now. Safe to call again, but not while another thread takes a token: see `cancel`."""
-        if not self._release:
-            return
-        try:
-            self._tokens.close()
-        except ValueError:
-            raise BusyError("another thread is taking a token of this stream: cancel it instead") from None
-        self.cancel()
-        with contextlib.suppress(IndexError):  # another thread closed it meanwhile
-            self._release.pop()()
-
-    @property
-    def result(self) -> Result:
-        """What was generated so far; `finish_reason` is `cancelled` if the request was not run to its end."""
-        request = self._request
-        loop, ids = request.loop, tuple(self._ids)
-        reason = loop.finish_reason if len(ids) == loop.stats.num_tokens else None
-        return Result(
-            text="".join(self._texts),
-            token_ids=ids,
-            finish_reason=reason or "cancelled",
-            stop=request.stops.cause if reason else None,
-            logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
-            params=request.params,
-            stats=copy.deepcopy(loop.stats),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()

@@ -25,10 +25,12 @@ class Options(TypedDict, total=False):
     temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias ({id:
     value}), bad_words (texts or id lists), min_tokens, max_tokens, stop (a text or several), stop_token_ids,
     ignore_eos, seed (a new one each time if left out), stream (number of the sample or chat turn under one
-    seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `model` or
-    `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as many as pay by what
+    seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `suffix`, `model`
+    or `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as many as pay by what
     was measured so far; max_step_ms then bounds the milliseconds of a step. prompt_lookup_max, prompt_lookup_min:
-    lengths of the n-grams that the `ngram` drafter looks up. draft_budget_ms: a drafter that takes longer for a
+    lengths of the n-grams that the `ngram` drafter looks up. suffix_cache: whether the `suffix` drafter also looks into
+    the outputs of earlier requests that had it set, and keeps this one's for later ones; off unless set, because it
+    lets others find out from the speed alone what was said. draft_budget_ms: a drafter that takes longer for a
     proposal is dropped for the rest of the request. chat_template_kwargs: variables for the chat template
     (`enable_thinking`, `tools`, ...), with a prompt of messages.
     """
@@ -56,6 +58,7 @@ class Options(TypedDict, total=False):
     max_step_ms: float | None
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
+    suffix_cache: bool | None
     draft_budget_ms: float | None
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -80,6 +83,7 @@ _ELSEWHERE = {  # what other libraries call it
     "eos_token_id": "stop_token_ids", "do_sample": "temperature", "bad_words_ids": "bad_words",
     "top_logprobs": "logprobs", "tools": "chat_template_kwargs", "enable_thinking": "chat_template_kwargs",
 }  # fmt: skip
+_FLAGS = ("ignore_eos", "suffix_cache")
 _NUMBERS = (
     "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "draft_budget_ms",
@@ -88,7 +92,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How a request drafts: the drafter by name, most tokens per proposal, n-gram lengths, seconds per proposal.
+    """How a request drafts: the drafter by name, most tokens and seconds per proposal, where the drafters look.
 
     adaptive: k is where it begins, and from there on what pays within max_step_ms per step.
     """
@@ -99,6 +103,7 @@ class Speculation:
     max_step_ms: float | None
     prompt_lookup_max: int
     prompt_lookup_min: int
+    suffix_cache: bool
     draft_budget_s: float | None
 
 
@@ -120,7 +125,7 @@ def _plain(name: str, value: Any) -> Any:
         return _whole(name, value)
     if name in _NUMBERS:
         return _number(name, value)
-    if name == "ignore_eos" and not isinstance(value, bool):
+    if name in _FLAGS and not isinstance(value, bool):
         raise RequestError(f"{name}: expected True or False, found {value!r}")
     if name == "stop":
         texts = (value,) if isinstance(value, str) else _items(name, value, "a text or a list of texts")
@@ -230,7 +235,7 @@ def resolve_speculation(
         raise RequestError(f"draft_budget_ms: expected above 0, found {budget_ms}")
     return Speculation(
         drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
-        prompt_lookup_max=longest, prompt_lookup_min=shortest,
+        prompt_lookup_max=longest, prompt_lookup_min=shortest, suffix_cache=given.get("suffix_cache", False),
         draft_budget_s=None if budget_ms is None else budget_ms / 1e3,
     )  # fmt: skip
 

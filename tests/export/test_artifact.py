@@ -75,7 +75,7 @@ def test_the_manifest_says_what_was_used(tiny_artifact: Path) -> None:
     assert manifest.target.model.architecture == "LlamaForCausalLM"
     assert manifest.tools["torch"] == version("torch")
     assert manifest.default_drafter == "model"
-    assert set(manifest.drafters) == {"ngram", "model"}
+    assert set(manifest.drafters) == {"model"}
 
 
 def test_an_artifact_can_be_read_by_others(tiny_artifact: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_work(tiny_source: Pa
 
 
 @pytest.mark.usefixtures("copied_engines")
-@pytest.mark.parametrize("draft", ["ngram", "none"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "none"])
 def test_the_default_drafter_is_the_one_asked_for(tiny_source: Path, tmp_path: Path, draft: str) -> None:
     out = tiny.export_tiny(tiny_source, tmp_path / "deep" / "er" / "out", draft=draft)
     manifest = read_manifest(out)
@@ -267,7 +267,7 @@ def test_a_draft_is_added_to_an_artifact_without_one(tiny_source: Path, tmp_path
     manifest = read_manifest(out)
     assert read_manifest(base).default_drafter == "ngram"
     assert manifest.default_drafter == "model"
-    assert set(manifest.drafters) == {"ngram", "model"}
+    assert set(manifest.drafters) == {"model"}
     assert manifest.engines["draft"].precision == manifest.profile.draft_precision == "int8"
 
 

@@ -90,7 +90,7 @@ def test_an_existing_folder_is_refused_before_anything_is_fetched(tmp_path: Path
         (["--capacity", "64"], "--capacity has no effect with --add-to"),
         (["--dialect", "tensorrt"], "--dialect has no effect with --add-to"),
         (["--profile", "edge"], "--profile has no effect with --add-to"),
-        ([], "--add-to needs a --draft: a model, ngram or none"),
+        ([], "--add-to needs a --draft: a model, ngram, suffix or none"),
     ],
 )
 def test_an_option_without_effect_is_refused(

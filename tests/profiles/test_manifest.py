@@ -12,6 +12,7 @@ import pytest
 from specrt_profiles.errors import ManifestError
 from specrt_profiles.manifest import (
     MANIFEST_FILE,
+    MODEL_FREE,
     SCHEMA,
     DrafterSpec,
     EngineSpec,
@@ -217,6 +218,24 @@ def test_an_engines_files_must_be_listed(artifact: Path, name: str, key: str) ->
 def test_the_default_drafter_must_be_one_of_the_drafters(artifact: Path) -> None:
     text = edited(artifact, lambda data: data.update(default_drafter="eagle"))
     assert "default_drafter: 'eagle' is not among the drafters" in text
+
+
+@pytest.mark.parametrize("kind", MODEL_FREE)
+def test_drafters_that_need_no_files_are_always_there(artifact: Path, kind: str) -> None:
+    data = content(artifact)
+    data["drafters"].pop("ngram")
+    data["default_drafter"] = kind
+    (artifact / MANIFEST_FILE).write_text(json.dumps(data), "utf-8")
+    manifest = read_manifest(artifact)
+    assert list(manifest.drafters) == ["model"]
+    assert list(manifest.all_drafters) == ["ngram", "suffix", "model"]
+    assert manifest.default_k(kind) == PROFILE.max_draft_tokens
+    assert (manifest.default_k("model"), manifest.default_k("none")) == (PROFILE.num_draft_tokens,) * 2
+
+
+def test_an_artifact_that_lists_ngram_has_the_others_too(artifact: Path) -> None:
+    assert set(read_manifest(artifact).drafters) == {"ngram", "model"}
+    assert list(read_manifest(artifact).all_drafters) == ["ngram", "suffix", "model"]
 
 
 def test_no_drafter_is_a_default_too(artifact: Path) -> None:

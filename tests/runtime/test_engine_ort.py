@@ -112,7 +112,7 @@ def test_more_tokens_than_the_widest_call_are_refused(engine: OrtEngine) -> None
 
 
 def test_only_the_allowed_call_shapes_are_used(tiny_model: specrt.LanguageModel) -> None:
-    for drafter in ("none", "ngram", "model"):
+    for drafter in ("none", "ngram", "suffix", "model"):
         for k in (1, 2, 3, 7, 15):
             tiny_model.generate("the quick brown fox " * 3, max_tokens=60, k=k, drafter=drafter, ignore_eos=True)
     target: Any = tiny_model.target
@@ -337,7 +337,7 @@ def test_sessions_are_opened_once(tiny_artifact: Path, machine_cache: Path, monk
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", record)
     with specrt.load(tiny_artifact, cache_dir=machine_cache) as model:
-        for drafter in ("none", "ngram", "model", "model"):
+        for drafter in ("none", "ngram", "suffix", "model", "model"):
             model.generate("the", drafter=drafter, max_tokens=5)
     assert [Path(path).name for path in opened] == ["target.onnx", "draft.onnx"]
 

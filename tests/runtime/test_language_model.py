@@ -15,12 +15,12 @@ from copies import copy_artifact, edit_generation, refresh
 from specrt import LanguageModel, Result, SpecRTError, language_model
 from specrt.control import AdaptiveController, FixedController
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
-from specrt.language_model import Stream
 from specrt.machine import MachineFacts
+from specrt.stream import Stream
 
 PROMPT = "the quick brown"
 CAPACITY = 128
-DRAFTERS = ("none", "ngram", "model")
+DRAFTERS = ("none", "ngram", "suffix", "model")
 LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 
 

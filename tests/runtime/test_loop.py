@@ -10,6 +10,7 @@ from parts import ListDrafter, chi_square, chi_square_limit, make_loop, run
 from specrt.drafters import Drafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
+from specrt.drafters.suffix import SuffixCache, SuffixDrafter
 from specrt.errors import RequestError
 from specrt.sampling import Sampler
 from toy import RowDependentEngine, ToyEngine, hashed_logits
@@ -46,12 +47,22 @@ def smaller_engine() -> ToyEngine:
     return ToyEngine(V - 1, logits=lambda prefix: hashed_logits(prefix, V)[: V - 1])
 
 
+def suffix(*, warm: bool = False) -> SuffixDrafter:
+    """Return a suffix drafter; a warm one knows what the target says to some prompts."""
+    cache = SuffixCache()
+    for prompt in ([0, 1], [2], [1, 2, 3]) if warm else ():
+        cache.add([*prompt, *good(prompt, 20)])
+    return SuffixDrafter(widths=(2, 4, 6, 10, 16), cache=cache)
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "good": lambda: ListDrafter(good),
     "bad": lambda: ListDrafter(bad),
     "half": lambda: ListDrafter(half),
     "ragged": lambda: ListDrafter(ragged),
     "ngram": NgramDrafter,
+    "suffix": suffix,
+    "warm suffix": lambda: suffix(warm=True),
     "same model": lambda: ModelDrafter(ToyEngine(V), vocab_size=V),
     "other model": lambda: ModelDrafter(ToyEngine(V, salt=9), vocab_size=V),
     "smaller vocabulary": lambda: ModelDrafter(smaller_engine(), vocab_size=V),
@@ -78,7 +89,7 @@ def test_one_seed_gives_one_text(name: str, k: int) -> None:
         assert run(ToyEngine(V), DRAFTERS[name](), k=k, seed=seed, **sampled)[0] == plain
 
 
-@pytest.mark.parametrize("name", ["good", "bad", "half", "ragged", "ngram"])
+@pytest.mark.parametrize("name", ["good", "bad", "half", "ragged", "ngram", "suffix", "warm suffix"])
 def test_rejection_with_drafts_that_are_not_sampled_gives_one_text(name: str) -> None:
     sampled = {"temperature": 0.9, "coupling": "rejection", "max_tokens": 30}
     for seed in range(12):
@@ -101,15 +112,23 @@ def joint_law(size: int, length: int, temperature: float) -> np.ndarray:
 
 @pytest.mark.parametrize("coupling", ["gumbel", "rejection"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
-@pytest.mark.parametrize("salt", [0, 9])
-def test_the_joint_law_of_three_tokens_is_the_targets(coupling: str, k: int, salt: int) -> None:
+@pytest.mark.parametrize("name", ["same model", "other model", "suffix", "warm suffix"])
+def test_the_joint_law_of_three_tokens_is_the_targets(coupling: str, k: int, name: str) -> None:
     size, runs = 3, 2500
     law = joint_law(size, 3, 0.8)
     counts = np.zeros(law.shape)
+    cache = SuffixCache(limit=60)
+    makers: dict[str, Callable[[], Drafter]] = {
+        "same model": lambda: ModelDrafter(ToyEngine(size), vocab_size=size),
+        "other model": lambda: ModelDrafter(ToyEngine(size, salt=9), vocab_size=size),
+        "suffix": lambda: SuffixDrafter(widths=(2, 4, 6)),
+        "warm suffix": lambda: SuffixDrafter(widths=(2, 4, 6), cache=cache),
+    }
     for seed in range(runs):
-        drafter = ModelDrafter(ToyEngine(size, salt=salt), vocab_size=size)
+        drafter = makers[name]()
         ids, _, _ = run(ToyEngine(size), drafter, k=k, seed=seed, coupling=coupling, temperature=0.8, max_tokens=3)
         counts[tuple(ids)] += 1
+        cache.add(ids)
     statistic, degrees = chi_square(counts.ravel(), runs * law.ravel())
     assert statistic < chi_square_limit(degrees)
 
@@ -138,7 +157,7 @@ def test_call_shapes_are_only_the_allowed_ones() -> None:
     assert engine.widths_used[:2] == [8, 8]
 
 
-@pytest.mark.parametrize("name", ["good", "ngram", "same model", "other model"])
+@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "warm suffix", "same model", "other model"])
 def test_an_engine_serves_one_request_after_the_other(name: str) -> None:
     engine, drafter = ToyEngine(V), DRAFTERS[name]()
     for prompt in ([3, 1, 4], [1], [2, 2, 2, 2, 2, 2, 2, 2, 2, 2], [3, 1, 4]):
@@ -173,7 +192,7 @@ def test_never_more_than_max_tokens(max_tokens: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3, 15])
-@pytest.mark.parametrize("name", ["good", "ngram", "same model", "short context"])
+@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "same model", "short context"])
 def test_generation_reaches_exactly_the_capacity(name: str, k: int) -> None:
     ids, loop, _ = run(ToyEngine(V, capacity=40), DRAFTERS[name](), k=k, prompt=[1, 2, 3])
     assert len(ids) == 37

@@ -16,7 +16,7 @@ from specrt.drafters.model import ModelDrafter
 PROMPT = "def mean(values):"
 LENGTH = 24
 KS = (1, 3, 8, 15)
-DRAFTERS = ("ngram", "model")
+DRAFTERS = ("ngram", "suffix", "model")
 EOS = 0
 
 

@@ -56,10 +56,10 @@ def generate(model: specrt.LanguageModel, prompt: str, **options: Any) -> tuple[
 def settings(model: specrt.LanguageModel) -> list[tuple[str, int]]:
     """Return drafters and values of k; those of the adversary, whose guesses are all wrong, are fewer."""
     if "draft" not in model.manifest.engines:
-        return [("ngram", k) for k in KS]
+        return list(itertools.product(["ngram", "suffix"], KS))
     if "random" in model.manifest.engines["draft"].model.name:
         return [("model", k) for k in (1, 5, 15)]
-    return list(itertools.product(["ngram", "model"], KS))
+    return list(itertools.product(["ngram", "suffix", "model"], KS))
 
 
 def test_greedy_ids_and_logits_are_bitwise_those_of_plain_decoding(model: specrt.LanguageModel) -> None:

@@ -51,6 +51,7 @@ def test_the_options_are_the_parameters_and_how_to_draft() -> None:
         "chat_template_kwargs",
         "max_step_ms",
         "draft_budget_ms",
+        "suffix_cache",
     }
     assert set(Options.__annotations__) == set(SamplingParams.__dataclass_fields__) | how
 
@@ -243,6 +244,14 @@ def test_speculation_defaults_come_from_the_artifact() -> None:
     assert (how.drafter, how.k, how.prompt_lookup_max, how.prompt_lookup_min) == ("ngram", 3, 5, 1)
     assert speculation({"drafter": "model"}).k == 2
     assert speculation({"drafter": "none"}).k == 0
+    assert speculation({}).suffix_cache is False
+    assert speculation({"suffix_cache": True}).suffix_cache is True
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", []])
+def test_a_suffix_cache_is_on_or_off(value: Any) -> None:
+    with pytest.raises(RequestError, match="suffix_cache: expected True or False, found"):
+        speculation({"suffix_cache": value})
 
 
 def test_the_default_k_is_clamped_to_what_this_machine_can_verify() -> None:
