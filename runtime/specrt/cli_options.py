@@ -42,6 +42,12 @@ def parse_k(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         raise click.BadParameter(f"expected a whole number or 'auto', found {value!r}") from None
 
 
+def parse_ks(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int | Literal["auto"]]:
+    """Turn values of k with commas between into a list."""
+    found = [parse_k(ctx, param, item.strip()) for item in value.split(",")] if value else []
+    return [k for k in found if k is not None]
+
+
 def parse_ints(_ctx: click.Context, _param: click.Parameter, value: str | None) -> list[int]:
     """Turn numbers with commas between into a list."""
     try:
@@ -62,8 +68,8 @@ def parse_object(_ctx: click.Context, _param: click.Parameter, value: str | None
 
 
 _COUPLING = click.Choice(["gumbel", "rejection"])
-_SAMPLING = (
-    click.option("--drafter", help="ngram, suffix, model or none.  [default: the artifact's]"),
+_DRAFTER = click.option("--drafter", help="ngram, suffix, model or none.  [default: the artifact's]")
+_SETTINGS = (
     click.option(
         "-k", "--num-speculative-tokens", "k", metavar="K", callback=parse_k,
         help="Most tokens to propose per step, 0 for plain decoding.  [default: auto, as many as pay]",
@@ -96,8 +102,13 @@ _SAMPLING = (
 
 
 def sampling(command: Command) -> Command:
-    """Add every option that decides what is generated."""
-    for option in reversed(_SAMPLING):
+    """Add every option that decides what is generated and how it is drafted."""
+    return _DRAFTER(settings(command))
+
+
+def settings(command: Command) -> Command:
+    """Add those options but the drafter."""
+    for option in reversed(_SETTINGS):
         command = option(command)
     return command
 

@@ -54,7 +54,7 @@ def tune(
     if max_step_ms is not None:
         given["max_step_ms"] = max_step_ms
     with load(artifact, threads=threads) as model:
-        names = drafters or tuple(model.manifest.drafters)
+        names = drafters or tuple(model.manifest.all_drafters)
         runs = num_runs(len(texts), len(names), len(model.target.verify_widths), repeats)
         with options.progress(runs) as advance:
             report = run_tune(

@@ -1,15 +1,12 @@
 """`specrt.load`: an artifact, ready to generate."""
 
-import contextlib
-import copy
 import functools
 import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -21,7 +18,7 @@ from specrt.drafters.suffix import SuffixCache, SuffixDrafter
 from specrt.engine import Engine, open_engine
 from specrt.engine_ort import engine_version
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
-from specrt.loop import Loop, Token, TokenLogprob
+from specrt.loop import Loop
 from specrt.machine import MachineFile, default_cache_dir, measure_facts
 from specrt.requests import (
     Options,

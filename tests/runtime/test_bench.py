@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specrt import LanguageModel, SpecRTError, Statistics
-from specrt.bench import PLAIN, PLAIN_ONE, BenchRow, OneRowEngine, _row, format_table, num_runs, run_bench
+from specrt.bench import PLAIN, PLAIN_ONE, BenchRow, OneRowEngine, _row, _Setting, format_table, num_runs, run_bench
 from specrt.prompts import BenchPrompt
 from toy import ToyEngine
 
@@ -25,8 +25,8 @@ def bench(tiny_model: LanguageModel) -> Run:
 
     def run(**changes: Any) -> list[BenchRow]:
         arguments: dict[str, Any] = {
-            "ks": [1, 3], "drafter": "ngram", "repeats": 2, "options": {"max_tokens": 20, "ignore_eos": True},
-            "chat": False, "on_run": lambda: None,
+            "ks": [1, 3], "drafters": ["ngram", "suffix"], "repeats": 2, "chat": False,
+            "options": {"max_tokens": 20, "ignore_eos": True}, "on_run": lambda: None,
         }  # fmt: skip
         return run_bench(tiny_model, PROMPTS, **{**arguments, **changes})
 
@@ -34,13 +34,14 @@ def bench(tiny_model: LanguageModel) -> Run:
 
 
 def test_there_is_a_row_for_every_category_and_setting(bench: Run) -> None:
-    settings = [PLAIN_ONE, PLAIN, "k=1", "k=3"]
-    expected = [(category, setting) for category in ("code", "chat", "all") for setting in settings]
-    assert [(row.category, row.setting) for row in bench()] == expected
+    settings = [(PLAIN_ONE, None, None), (PLAIN, None, None)]
+    settings += [(f"{drafter} k={k}", drafter, k) for drafter in ("ngram", "suffix") for k in (1, 3)]
+    expected = [(category, *setting) for category in ("code", "chat", "all") for setting in settings]
+    assert [(row.category, row.setting, row.drafter, row.k) for row in bench()] == expected
 
 
 def test_tokens_are_those_of_one_run_of_each_prompt(bench: Run) -> None:
-    found = {row.category: row.num_tokens for row in bench() if row.setting == "k=3"}
+    found = {row.category: row.num_tokens for row in bench() if row.setting == "suffix k=3"}
     assert found == {"code": 40, "chat": 20, "all": 60}
 
 
@@ -48,26 +49,27 @@ def test_prompts_without_a_category_are_counted_once(tiny_model: LanguageModel) 
     prompts = [BenchPrompt("all", "the quick"), BenchPrompt("all", "def mean")]
     options: Any = {"max_tokens": 5, "ignore_eos": True}
     rows = run_bench(
-        tiny_model, prompts, ks=[], drafter="ngram", repeats=1, options=options, chat=False, on_run=lambda: None
+        tiny_model, prompts, ks=[], drafters=["ngram"], repeats=1, options=options, chat=False, on_run=lambda: None
     )
     assert [(row.category, row.setting, row.num_tokens) for row in rows] == [("all", PLAIN_ONE, 10), ("all", PLAIN, 10)]
 
 
-def test_speedups_are_relative_to_plain_decoding_in_calls_of_one_token(bench: Run) -> None:
+def test_speedups_are_relative_to_both_kinds_of_plain_decoding(bench: Run) -> None:
     rows = bench()
-    base = {row.category: row.tokens_per_s for row in rows if row.setting == PLAIN_ONE}
+    rate = {(row.category, row.setting): row.tokens_per_s for row in rows}
     for row in rows:
         assert row.tokens_per_s > 0
-        assert row.speedup == pytest.approx(row.tokens_per_s / base[row.category])
+        assert row.speedup == pytest.approx(row.tokens_per_s / rate[row.category, PLAIN_ONE])
+        assert row.over_plain == pytest.approx(row.tokens_per_s / rate[row.category, PLAIN])
         assert 0 <= row.rest <= 1
         assert row.spread >= 0
     assert {row.speedup for row in rows if row.setting == PLAIN_ONE} == {1.0}
 
 
 def test_plain_settings_have_a_block_efficiency_of_one(bench: Run) -> None:
-    for row in bench(drafter="model"):
+    for row in bench(drafters=["model"]):
         if row.setting in (PLAIN_ONE, PLAIN):
-            assert (row.block_efficiency, row.acceptance_rate) == (1.0, 0.0)
+            assert (row.block_efficiency, row.acceptance_rate, row.acceptance_by_position) == (1.0, 0.0, ())
         else:
             assert row.block_efficiency > 1
             assert 0 < row.acceptance_rate <= 1
@@ -83,7 +85,7 @@ def test_only_plain_1_uses_calls_of_one_token(bench: Run, tiny_model: LanguageMo
 def test_progress_is_told_after_every_run(bench: Run) -> None:
     calls: list[None] = []
     bench(on_run=lambda: calls.append(None))
-    assert len(calls) == num_runs(len(PROMPTS), [1, 3], 2) == 3 * 4 * 2
+    assert len(calls) == num_runs(len(PROMPTS), ["ngram", "suffix"], [1, 3], 2) == 3 * 6 * 2
 
 
 @pytest.fixture
@@ -102,10 +104,11 @@ def started(tiny_model: LanguageModel) -> list[Any]:
 
 
 def test_every_setting_runs_once_before_anything_is_measured(bench: Run, started: list[Any]) -> None:
-    bench(ks=[3], repeats=1)
-    order = [(options["k"], one_row) for _, options, one_row in started]
-    assert order == [(0, True), (0, False), (3, False)] * 4
-    assert [options["max_tokens"] for _, options, _ in started] == [8] * 3 + [20] * 9
+    bench(ks=[3, "auto"], drafters=["suffix", "model"], repeats=1)
+    order = [(options["drafter"], options["k"], one_row) for _, options, one_row in started]
+    drafted = [(drafter, k, False) for drafter in ("suffix", "model") for k in (3, "auto")]
+    assert order == [("none", 0, True), ("none", 0, False), *drafted] * 4
+    assert [options["max_tokens"] for _, options, _ in started] == [8] * 6 + [20] * 18
 
 
 def test_chat_prompts_go_through_the_template(bench: Run, started: list[Any]) -> None:
@@ -125,13 +128,15 @@ def test_a_setting_that_gives_other_tokens_is_found(bench: Run, tiny_model: Lang
     options = {"max_tokens": 20, "ignore_eos": True, "temperature": temperature}
     bench(options=options)
     model.start = wrong
-    with pytest.raises(SpecRTError, match=r"k=3 gave other tokens than plain on 'def mean\(values\):': run 'specrt"):
+    with pytest.raises(
+        SpecRTError, match=r"ngram k=3 gave other tokens than plain on 'def mean\(values\):': run"
+    ):
         bench(options=options)
 
 
 def test_rejection_may_give_other_tokens(bench: Run) -> None:
     options = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "coupling": "rejection"}
-    assert len(bench(options=options, drafter="model")) == 12
+    assert len(bench(options=options, drafters=["model"])) == 12
 
 
 def test_sampled_settings_share_one_seed_and_a_given_seed_is_used(bench: Run, started: list[Any]) -> None:
@@ -147,22 +152,36 @@ def test_a_prompt_without_output_divides_by_nothing(bench: Run) -> None:
     assert {(row.num_tokens, row.tokens_per_s, row.speedup, row.block_efficiency) for row in rows} == {(0, 0, 0, 0)}
 
 
-def timed(seconds: float, tokens: int) -> Statistics:
+def timed(seconds: float, tokens: int, proposals: tuple[tuple[int, int], ...] = ()) -> Statistics:
+    """Return statistics of so many plain steps, and of steps with (proposed, accepted) tokens."""
     stats = Statistics(drafter="none", num_prompt_tokens=1)
     for _ in range(tokens):
-        stats.count(depths=(), accepted=0, committed=1)
-    stats.verify_s, stats.rest_s, stats.prefill_s = 0.75 * seconds, 0.25 * seconds, 1e6
+        stats.count(proposed=0, accepted=0, committed=1)
+    for proposed, accepted in proposals:
+        stats.count(proposed=proposed, accepted=accepted, committed=accepted + 1)
+    stats.draft_s, stats.verify_s, stats.rest_s, stats.prefill_s = 0.25 * seconds, 0.5 * seconds, 0.25 * seconds, 1e6
     return stats
 
 
 def test_a_row_takes_the_median_of_each_prompts_repeats() -> None:
     runs = {
         ("all", PLAIN_ONE): [[timed(1.0, 10)] * 3, [timed(1.0, 10)] * 3],
-        ("all", "k=3"): [[timed(s, 10) for s in (0.5, 9.0, 0.25)], [timed(s, 10) for s in (0.5, 0.5, 0.5)]],
+        ("all", PLAIN): [[timed(2.0, 10)] * 3, [timed(2.0, 10)] * 3],
+        ("all", "x k=3"): [[timed(s, 10) for s in (0.5, 9.0, 0.25)], [timed(s, 10) for s in (0.5, 0.5, 0.5)]],
     }
-    row = _row("all", "k=3", runs)
-    assert (row.num_tokens, row.tokens_per_s, row.speedup, row.rest) == (20, 20.0, 2.0, 0.25)
+    row = _row("all", _Setting("x k=3", "x", 3), runs)
+    assert (row.num_tokens, row.tokens_per_s, row.speedup, row.over_plain, row.rest) == (20, 20.0, 2.0, 4.0, 0.25)
     assert row.spread == pytest.approx((8.75 / 0.5 + 0) / 2)
+
+
+def test_a_row_tells_what_proposals_cost_and_brought() -> None:
+    some = [timed(1.0, 2, ((3, 3), (3, 1))), timed(1.0, 2, ((1, 0),))]
+    runs = {("all", PLAIN_ONE): [[timed(1.0, 10)] * 2], ("all", PLAIN): [[timed(1.0, 10)] * 2], ("all", "x"): [some]}
+    row = _row("all", _Setting("x", "x", 3), runs)
+    assert row.acceptance_by_position == (2 / 3, 1 / 2, 1 / 2)
+    assert row.acceptance_rate == pytest.approx(4 / 7)
+    assert row.block_efficiency == pytest.approx((2 + 4 + 2 + 2 + 1) / 7)
+    assert row.draft_cost_ratio == pytest.approx((0.5 / 7) / (1.0 / 20))
 
 
 @pytest.mark.parametrize("category", ["all", "a very long category"])
@@ -170,6 +189,7 @@ def test_the_table_has_a_line_per_row_and_a_gap_between_categories(bench: Run, c
     rows = bench()
     rows = [replace(row, category=category if row.category == "all" else row.category) for row in rows]
     lines = format_table(rows).splitlines()
+    assert any("suffix k=3" in line for line in lines)
     assert len(lines) == 2 + len(rows) + 2
     assert lines.count("") == 2
     assert len({len(line) for line in lines if line}) == 1, "columns are out of line"

@@ -334,13 +334,36 @@ def test_bench_prints_a_table_for_every_category_and_setting(tiny_artifact: Path
     result = run(*words)
     assert result.stderr == ""
     lines = result.stdout.splitlines()
-    assert lines[0] == "drafter model, 1 repeats"
-    rows = [tuple(line.split()[:2]) for line in lines[4:] if line]
-    assert rows == [(c, s) for c in ("a", "b", "all") for s in ("plain-1", "plain", "k=1", "k=3")]
-    data = json.loads(run(*words, "--drafter", "ngram", "--json").stdout)
-    assert set(data) == {"artifact", "drafter", "repeats", "rows"}
-    assert (data["drafter"], data["repeats"], len(data["rows"])) == ("ngram", 1, 12)
+    assert lines[0] == "1 repeats"
+    rows = [line.split()[:3] for line in lines[4:] if line]
+    drafted = [(drafter, k) for drafter in ("ngram", "suffix", "model") for k in ("k=1", "k=3")]
+    assert [row[:2] for row in rows if row[1].startswith("plain")] == [
+        [c, p] for c in ("a", "b", "all") for p in ("plain-1", "plain")
+    ]
+    assert [row for row in rows if not row[1].startswith("plain")] == [
+        [c, *setting] for c in ("a", "b", "all") for setting in drafted
+    ]
+    data = json.loads(run(*words, "--drafter", "suffix", "--drafter", "model", "--ks", "2,auto", "--json").stdout)
+    assert set(data) == {"artifact", "repeats", "rows"}
+    assert [(row["drafter"], row["k"]) for row in data["rows"]] == [
+        (None, None), (None, None), ("suffix", 2), ("suffix", "auto"), ("model", 2), ("model", "auto"),
+    ] * 3  # fmt: skip
     assert data["rows"][-1]["num_tokens"] == 16
+
+
+def test_bench_compares_all_drafters_at_3_5_and_9_unless_told_otherwise(
+    tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def stop(model: Any, prompts: Any, **named: Any) -> None:
+        asked.append((named["drafters"], named["ks"], named["repeats"]))
+        raise specrt.RequestError("enough")
+
+    monkeypatch.setattr("specrt.bench.run_bench", stop)
+    run("bench", tiny_artifact, code=1)
+    run("bench", tiny_artifact, "-k", "auto", "--drafter", "ngram", "--repeats", 2, code=1)
+    assert asked == [(("ngram", "suffix", "model"), [3, 5, 9], 3), (("ngram",), ["auto"], 2)]
 
 
 def test_bench_generates_128_tokens_unless_told_otherwise(tiny_artifact: Path, tmp_path: Path) -> None:
