@@ -1,11 +1,12 @@
 """A replay does what the target would have made of it: the same steps, proposals and acceptances, at its own clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from parts import ListDrafter, grow, make_loop, ngram, run
+from specrt.acceptance import Proposal
 from specrt.control import FixedController
 from specrt.drafters import Drafter, NoDrafter
 from specrt.replay import Transcript
@@ -16,9 +17,10 @@ PROMPT = [0, 1]
 
 
 def trees() -> Drafter:
-    return ListDrafter(
-        lambda tokens, limit: grow(lambda path: [(tokens[0] + len(path) + i) % 4 for i in range(4)], (3, 2, 1), limit)
-    )
+    def guess(tokens: Sequence[int], limit: int) -> Proposal:
+        return grow(lambda path: [(tokens[-1] + len(path) + i) % 4 for i in range(4)], (3, 2, 1), limit)
+
+    return ListDrafter(guess)
 
 
 @pytest.mark.parametrize("drafter", [ngram, NoDrafter, trees])
