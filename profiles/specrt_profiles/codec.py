@@ -16,12 +16,14 @@ from specrt_profiles.errors import SpecRTError
 
 T = TypeVar("T")
 
+OPTIONAL: Mapping[str, bool] = types.MappingProxyType({"optional": True})  # metadata of fields that came later
+
 
 def decode(cls: type[T], data: object, *, where: str, error: type[SpecRTError], complete: bool = False) -> T:
     """Build the dataclass `cls` from `data`; `where` is the path that messages begin with.
 
-    In `complete` data every key is there, also those that have defaults. Raises `error` for an unknown key, a missing
-    key, a value of the wrong type or one that the dataclass itself refuses.
+    In `complete` data every key is there, also those that have defaults, but for fields that are `OPTIONAL`. Raises
+    `error` for an unknown key, a missing key, a value of the wrong type or one that the dataclass itself refuses.
     """
     try:
         return typing.cast(T, _Decoder(complete).dataclass(cls, data, where))
@@ -71,13 +73,18 @@ class _Decoder:
         for name, field in fields.items():
             if name in data:
                 values[name] = self._value(hints[name], data[name], f"{where}.{name}")
-            elif self._complete or field.default is field.default_factory is dataclasses.MISSING:
+            elif self._is_required(field):
                 raise _Mismatch(f"{where}: the key {name!r} is missing")
         try:
             built: object = cls(**values)
         except SpecRTError as error:
             raise _Mismatch(f"{where}: {error}") from None
         return built
+
+    def _is_required(self, field: "dataclasses.Field[Any]") -> bool:
+        if self._complete:
+            return "optional" not in field.metadata
+        return field.default is field.default_factory is dataclasses.MISSING
 
     def _value(self, hint: Any, data: object, where: str) -> object:
         origin, args = typing.get_origin(hint), typing.get_args(hint)

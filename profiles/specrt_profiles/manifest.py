@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from specrt_profiles.codec import decode, encode
+from specrt_profiles.codec import OPTIONAL, decode, encode
 from specrt_profiles.errors import ManifestError
+from specrt_profiles.plan import PlanSpec, plan_problem
 from specrt_profiles.profile import DialectName, Precision, Profile
 from specrt_profiles.tensors import TensorSpec
 
@@ -66,7 +67,8 @@ class EngineSpec:
 
     `weight_bytes` are the bytes of weights that a call reads; of a table that is only gathered from, it reads a few
     rows, which are not counted. `exact_widths` are the call widths whose rows were bit-equal on the exporting machine
-    (decided anew on every machine that loads the artifact).
+    (decided anew on every machine that loads the artifact). With a `plan`, file and weights are the plan, and the graph
+    it was built from stays behind.
     """
 
     dialect: DialectName
@@ -85,6 +87,7 @@ class EngineSpec:
     outputs: tuple[TensorSpec, ...]
     parity: Parity
     exact_widths: tuple[int, ...]
+    plan: PlanSpec | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,4 +278,15 @@ def _engine_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str |
             return f"{spec.name}: expected {size} in dimension 2 of its shape, found {list(spec.shape)}"
         if kv and not all(isinstance(dim, int) and dim > 0 for dim in spec.shape):
             return f"{spec.name}: expected a shape of fixed sizes, found {list(spec.shape)}"
-    return None
+    return _plan_problem(engine)
+
+
+def _plan_problem(engine: EngineSpec) -> str | None:
+    if engine.plan is None:
+        return None
+    if engine.dialect != "tensorrt":
+        return f"plan: expected the dialect tensorrt, found {engine.dialect}"
+    problem = plan_problem(
+        engine.plan, prefill_width=engine.prefill_width, verify_widths=engine.verify_widths, inputs=engine.inputs
+    )
+    return None if problem is None else f"plan.{problem}"
