@@ -36,12 +36,16 @@ from specrt_profiles.manifest import (
     sha256_of,
     write_manifest,
 )
-from specrt_profiles.profile import Profile
+from specrt_profiles.profile import DialectName, Precision, Profile
 from specrt_profiles.vocabulary import check_draft_vocabulary, tokens_by_id
 
 NO_ENGINE = (*MODEL_FREE, "none")  # values of `draft` that need no exported engine
 _TOOLS = ("specrt", "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime")
 _MODEL_DRAFTER = "model"
+_PRECISIONS: dict[DialectName, tuple[Precision, ...]] = {  # ONNX Runtime's CPU provider has no products in bfloat16
+    "ort": ("fp32", "fp16", "int8", "int4"),
+    "tensorrt": ("fp32", "fp16", "bf16", "int8", "int4"),
+}
 _DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensorrt": TensorrtDialect}
 
 
@@ -204,17 +208,19 @@ def _list_files(folder: Path, manifest: Manifest) -> dict[str, FileEntry]:
 
 
 def _check_dialect(profile: Profile, draft: str) -> None:
-    """Refuse a precision that the dialect does not have yet."""
-    if profile.dialect == "ort":
-        return
-    chosen = {"--precision": profile.precision, "--kv-precision": profile.kv_precision}
+    """Refuse a precision that the dialect does not have."""
+    chosen: dict[str, Precision] = {"--precision": profile.precision}
     if draft not in NO_ENGINE:
         chosen["--draft-precision"] = profile.draft_precision
+    known = _PRECISIONS[profile.dialect]
     for option, precision in chosen.items():
-        if precision != "fp32":
-            raise ExportError(
-                f"expected {option} fp32 for --dialect tensorrt, found {precision}: other precisions are not there yet"
-            )
+        if precision not in known:
+            names = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise ExportError(f"expected {option} {names} for --dialect {profile.dialect}, found {precision}")
+    if profile.dialect == "tensorrt" and profile.kv_precision == "int8":
+        raise ExportError(
+            "expected --kv-precision same for --dialect tensorrt, found int8: its cache update takes floats only"
+        )
 
 
 def _check_output(request: ExportRequest) -> None:

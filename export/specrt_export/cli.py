@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from specrt_profiles.extras import require
-from specrt_profiles.profile import builtin_profiles, load_profile
+from specrt_profiles.profile import PRECISIONS, builtin_profiles, load_profile
 
 _EXTRA = ("torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime", "gguf", "safetensors")
 
@@ -33,15 +33,15 @@ Examples:
 @click.option(
     "--profile", metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.  [default: cpu]"
 )
-@click.option(
-    "--precision", type=click.Choice(["fp32", "int8", "int4"]), help="Weights of the target.  [default: the profile's]"
-)
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Weights of the target.  [default: the profile's]")
 @click.option(
     "--draft-precision",
-    type=click.Choice(["fp32", "int8", "int4"]),
+    type=click.Choice(PRECISIONS),
     help="Weights of a draft model.  [default: the profile's]",
 )
-@click.option("--kv-precision", type=click.Choice(["fp32", "int8"]), help="Keys and values.  [default: the profile's]")
+@click.option(
+    "--kv-precision", type=click.Choice(["same", "fp32", "int8"]), help="Keys and values.  [default: the profile's]"
+)
 @click.option(
     "--dialect", type=click.Choice(["ort", "tensorrt"]), help="Operators of the graphs.  [default: the profile's]"
 )

@@ -97,7 +97,7 @@ class _RotationIsNotLastError(Exception):
 
 def _trace(config: Any, dims: DecoderDims, profile: Profile, dialect: Dialect, *, fuse_rotation: bool) -> ir.Model:
     with contextlib.ExitStack() as stack:
-        model = _skeleton(config)
+        model = _skeleton(config, getattr(torch, profile.float_type))
         wrapper = _Wrapper(model)
         stack.enter_context(_quiet())
         try:
@@ -142,7 +142,7 @@ class _Wrapper(nn.Module):
         ids = {name: call[name] for name in ("input_ids", "position_ids")}
         out = self.decoder(**ids, use_cache=True, **cache)
         present = [self.call.present[layer] for layer in range(len(self.call.past))]
-        return (out.logits, *(tensor for pair in present for tensor in pair))
+        return (out.logits.float(), *(tensor for pair in present for tensor in pair))
 
     def rows_wanted(self) -> torch.Tensor:
         """Return the rows of the call being traced that get logits."""
@@ -175,13 +175,13 @@ def _call_and_past(named: Mapping[str, Any], kv: list[str]) -> tuple[dict[str, A
     return {name: value for name, value in named.items() if name not in kv}, [named[name] for name in kv]
 
 
-def _skeleton(config: Any) -> nn.Module:
-    """Return the model in fp32, every weight a zero stretched to its shape."""
+def _skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model, every weight a zero stretched to its shape."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
             setattr(module, name, nn.Parameter(zeros, requires_grad=False))
     skeleton: nn.Module = model.eval()
     return skeleton
@@ -213,7 +213,10 @@ def _swap_rotary(model: nn.Module, dims: DecoderDims, profile: Profile) -> list[
     for name, module in list(model.named_modules()):
         if apply is None or not type(module).__name__.endswith("RotaryEmbedding"):
             continue
-        table = RotaryTable(module, apply, capacity=profile.capacity, slots=profile.slots, head_dim=dims.head_dim)
+        table = RotaryTable(
+            module, apply, capacity=profile.capacity, slots=profile.slots, head_dim=dims.head_dim,
+            dtype=getattr(torch, profile.float_type),
+        )  # fmt: skip
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, table)
         tables.append(table)

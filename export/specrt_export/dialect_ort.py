@@ -44,7 +44,7 @@ class OrtDialect:
             attributes["softcap"] = float(options.softcap)
         out, *present = torch.onnx.ops.symbolic_multi_out(
             "com.microsoft::GroupQueryAttention", inputs, attributes,
-            dtypes=(torch.float32,) * 3, version=1,
+            dtypes=(query.dtype,) * 3, version=1,
             shapes=([batch, width, heads * size], list(past[0].shape), list(past[1].shape)),
         )  # fmt: skip
         call.present[layer] = (present[0], present[1])

@@ -81,7 +81,7 @@ def _capped(
     batch, heads, width, size = query.shape
     groups, slots = key.shape[1], key.shape[2]
     rows = (query * (scale / softcap)).reshape(batch, groups, -1, size)
-    scores = torch.tanh(torch.matmul(rows, key.transpose(2, 3))) * softcap
+    scores = torch.tanh(torch.matmul(rows, key.transpose(2, 3)).float()) * softcap
     seen = scores.reshape(batch, heads, width, slots).masked_fill(~mask, float("-inf"))
-    weights = torch.softmax(seen, -1).reshape(batch, groups, -1, slots)
+    weights = torch.softmax(seen, -1).to(value.dtype).reshape(batch, groups, -1, slots)
     return torch.matmul(weights, value).reshape(batch, heads, width, size)

@@ -1,11 +1,14 @@
 """Editing a traced graph: initializers whose content is made when they are written, and replaced nodes."""
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+
+from specrt_export.errors import UnsupportedModelError
 
 
 class Editor:
@@ -54,6 +57,21 @@ def fp32(tensor: torch.Tensor) -> NDArray[np.float32]:
     return array
 
 
+def as_stored(make: Callable[[], NDArray[np.float32]], dtype: ir.DataType, name: str) -> NDArray[np.generic]:
+    """Return what `make` gives in a float type.
+
+    Raises `UnsupportedModelError` for a value beyond its range.
+    """
+    content = make()
+    if dtype == ir.DataType.FLOAT:
+        return content
+    with np.errstate(over="ignore"):
+        rounded: NDArray[np.generic] = content.astype(dtype.numpy())
+    if not np.isfinite(rounded.astype(np.float32)).all():
+        raise UnsupportedModelError(f"{name}: has values beyond the range of {dtype.name.lower()}: choose bf16 or fp32")
+    return rounded
+
+
 def as_rows(tensor: torch.Tensor, stored_transposed: bool) -> NDArray[np.float32]:
     """Return a weight as [N, K], whichever way it is stored."""
     return fp32(tensor) if stored_transposed else np.ascontiguousarray(fp32(tensor).T)
@@ -72,3 +90,39 @@ def weight_operand(node: ir.Node) -> tuple[ir.Value | None, bool]:
     if producer is not None and producer.op_type == "Transpose" and producer.inputs[0] is not None:
         return producer.inputs[0], not flipped
     return operand, flipped
+
+
+def is_token_ids(value: ir.Value | None) -> bool:
+    """Tell whether a value is the input `input_ids`, possibly reshaped."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value is not None and value.name == "input_ids"
+
+
+def is_plain_gemm(node: ir.Node) -> bool:
+    """Tell whether a Gemm is a product with an untransposed input, plus a bias."""
+    attributes = node.attributes
+    return (
+        attributes.get_float("alpha", 1.0) == attributes.get_float("beta", 1.0) == 1.0
+        and attributes.get_int("transA", 0) == 0
+    )
+
+
+class LazyParts:
+    """Quantises one weight when its first part is written, and forgets it with the last."""
+
+    def __init__(self, make: Callable[[], object], *, last: str) -> None:
+        self._make, self._last = make, last
+
+    def take(self, part: str) -> NDArray[np.generic]:
+        """Return an attribute of the quantised weight."""
+        array: NDArray[np.generic] = getattr(self._quantized, part)
+        if part == self._last:
+            del self._quantized
+        return array
+
+    @cached_property
+    def _quantized(self) -> object:
+        return self._make()

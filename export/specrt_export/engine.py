@@ -1,12 +1,13 @@
 """Build one engine of an artifact: load, take reference logits, trace, write, and prove parity."""
 
+import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -17,13 +18,13 @@ from specrt_export.calibrate import inputs_of, observe, self_written
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
-from specrt_export.fit import fit_blocks, to_round
+from specrt_export.fit import fit_blocks, fit_symmetric, to_round
 from specrt_export.integer import KINDS, Form, is_linear, plan
 from specrt_export.kv import Scales, kv_scales
 from specrt_export.lint_trt import lint_tensorrt
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
-from specrt_export.quantize import OffsetBlocks
+from specrt_export.quantize import OffsetBlocks, SymmetricBlocks
 from specrt_export.support import TASK
 from specrt_export.timing import integer_products_are_exact, product_seconds
 from specrt_export.weights import Chosen, product_groups
@@ -34,6 +35,7 @@ from specrt_profiles.reference import write_reference
 from specrt_profiles.tensors import DecoderDims, graph_inputs, graph_outputs
 
 Texts = list[list[int]]
+Blocks = TypeVar("Blocks", OffsetBlocks, SymmetricBlocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +146,12 @@ def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:
 def _choose(model: Any, request: EngineRequest, tokenizer: Any, progress: Progress) -> Chosen:
     """Find out by measuring what the precisions leave open; the text that takes is written once."""
     profile = request.profile
+    kind = (profile.dialect, profile.precision)
     written = cache(partial(_self_written, model, request, tokenizer, progress))
     return Chosen(
-        forms=_choose_forms(model, request, written, progress) if profile.precision == "int8" else {},
-        blocks=_fit_blocks(model, request, written, progress) if profile.precision == "int4" else {},
+        forms=_choose_forms(model, request, written, progress) if kind == ("ort", "int8") else {},
+        blocks=_fitted(fit_blocks, model, request, written, progress) if kind == ("ort", "int4") else {},
+        symmetric=_fitted(fit_symmetric, model, request, written, progress) if kind == ("tensorrt", "int4") else {},
         kv=_kv_scales(model, request, written, progress) if profile.kv_precision == "int8" else {},
     )
 
@@ -174,12 +178,13 @@ def _choose_forms(
     return {f"decoder.{name}": form for name, form in forms.items()}
 
 
-def _fit_blocks(
-    model: Any, request: EngineRequest, written: Callable[[], Texts], progress: Progress
-) -> dict[str, OffsetBlocks]:
+def _fitted(
+    fit: Callable[..., dict[str, Blocks]], model: Any, request: EngineRequest, written: Callable[[], Texts],
+    progress: Progress,
+) -> dict[str, Blocks]:  # fmt: skip
     """Round the weights that blocks of 4 bits cannot hold as they are, on what the model itself writes."""
     groups = _linear_groups(model, request)
-    left = to_round(model, groups, vocab_size=request.dims.vocab_size)
+    left = to_round(model, groups, vocab_size=request.dims.vocab_size, symmetric=fit is fit_symmetric)
     count = sum(map(len, left))
     kept = sum(map(len, groups)) - count
     progress.say(f"    {count} matrices to round to 4 bits; {kept} keep their values or 8 bits")
@@ -190,7 +195,7 @@ def _fit_blocks(
         inputs = inputs_of(model, texts, left)
     size = sum(model.get_parameter(name).numel() for group in left for name in group)
     with progress.bar(f"{request.name}: round weights to 4 bits", size) as advance:
-        blocks = fit_blocks(model, left, inputs, advance)
+        blocks = fit(model, left, inputs, advance)
     return {f"decoder.{name}": block for name, block in blocks.items()}
 
 
@@ -225,34 +230,56 @@ def _write_graph(
         graph.lint(traced.graph, inputs, outputs, dialect=profile.dialect)
     with progress.bar(f"{request.name}: write weights as {profile.precision}", graph.data_bytes(traced)) as advance:
         hashes = graph.save(traced, path, advance)
-    return hashes, {name.removeprefix("decoder."): function for name, function in rounding.items()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    named = {name.removeprefix("decoder."): function for name, function in rounding.items()}
+    return hashes, {name: function for name, function in named.items() if name in parameters}
 
 
 def _prove_structure(
     request: EngineRequest, path: Path, texts: list[list[int]], rounded: list[NDArray[np.float32]]
 ) -> None:
     """Compare the graph, with products in fp32, with the source that computes with the same rounded weights."""
+    with _in_fp32_arithmetic(request, path) as runner:
+        logits = [parity.graph_logits(runner, ids, request.profile) for ids in texts]
+    measured = parity.compare(rounded, logits, texts)
+    parity.check(measured, "fp32", f"{request.checkpoint.name} with rounded weights")
+
+
+@contextlib.contextmanager
+def _in_fp32_arithmetic(request: EngineRequest, path: Path, *, rounded: bool = False) -> Iterator[parity.GraphRunner]:
+    """Open a copy of a written graph that computes in fp32; see `graph.save_in_fp32_arithmetic`."""
     twin = path.with_name(f"{request.name}-fp32-arithmetic.onnx")
-    profile = replace(request.profile, kv_precision="fp32")
-    graph.save_in_fp32_arithmetic(request.traced, twin)
+    profile = replace(request.profile, precision="fp32", kv_precision="same")
+    graph.save_in_fp32_arithmetic(path, twin, rounded=rounded)
     try:
-        runner = parity.GraphRunner(
+        yield parity.GraphRunner(
             twin, graph_inputs(request.dims, profile), graph_outputs(request.dims, profile), profile, as_written=True
         )
-        measured = parity.compare(rounded, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     finally:
         twin.unlink()
-    parity.check(measured, "fp32", f"{request.checkpoint.name} with rounded weights")
 
 
 def _prove(
     request: EngineRequest, path: Path, texts: list[list[int]], source: list[NDArray[np.float32]]
 ) -> tuple[Parity, tuple[int, ...]]:
     """Compare the written graph with the source, and find the widths that give equal bits."""
+    with _opened(request, path) as runner:
+        return _measure(request, runner, texts, source)
+
+
+def _opened(request: EngineRequest, path: Path) -> contextlib.AbstractContextManager[parity.GraphRunner]:
+    """Open a written graph, or a copy that rounds alike where ONNX Runtime does not compute in its type."""
     profile = request.profile
-    runner = parity.GraphRunner(
-        path, graph_inputs(request.dims, profile), graph_outputs(request.dims, profile), profile
-    )
+    if profile.float_type == "bfloat16":
+        return _in_fp32_arithmetic(request, path, rounded=True)
+    inputs, outputs = graph_inputs(request.dims, profile), graph_outputs(request.dims, profile)
+    return contextlib.nullcontext(parity.GraphRunner(path, inputs, outputs, profile))
+
+
+def _measure(
+    request: EngineRequest, runner: parity.GraphRunner, texts: list[list[int]], source: list[NDArray[np.float32]]
+) -> tuple[Parity, tuple[int, ...]]:
+    profile = request.profile
     measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     rounds_kv_alone = profile.precision == "fp32" and profile.kv_precision == "int8"
     parity.check(measured, "int8" if rounds_kv_alone else profile.precision, request.checkpoint.name)

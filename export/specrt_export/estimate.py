@@ -8,7 +8,13 @@ from specrt_profiles.tensors import DecoderDims
 
 # Bytes per weight: values, and in blocks one fp32 scale and one zero point or offset per 32; at int8 some products are
 # in blocks and others are not, which is decided later.
-_BYTES_PER_WEIGHT: dict[Precision, float] = {"fp32": 4.0, "int8": 1 + 2.5 / 32, "int4": 0.5 + 8 / 32}
+_BYTES_PER_WEIGHT: dict[Precision, float] = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "int8": 1 + 2.5 / 32,
+    "int4": 0.5 + 8 / 32,
+}
 _LIBRARIES = 900_000_000  # torch, transformers and the exporter themselves, measured
 # Bytes per layer and channel of what products see: 1600 tokens of about 6 times the hidden size, in bfloat16
 _SEEN = 2 * 1600 * 6
@@ -30,7 +36,7 @@ def estimate(checkpoint: Checkpoint, dims: DecoderDims, profile: Profile, *, tie
     inner = max(0, checkpoint.num_parameters - tables)
     outer = 1 + 5 / 32 if profile.precision == "int4" else _BYTES_PER_WEIGHT[profile.precision]
     artifact = int(inner * _BYTES_PER_WEIGHT[profile.precision] + tables * outer)
-    kv = dims.kv_bytes(profile.slots, profile.kv_precision)
+    kv = dims.kv_bytes(profile.slots, profile.kv_type)
     logits = 4 * dims.vocab_size * num_rows
     loading = checkpoint.weight_bytes + 3 * 4 * dims.vocab_size * dims.hidden_size + 2 * logits
     if profile.precision == "int4":  # weights as blocks, and what the products see

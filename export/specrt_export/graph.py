@@ -14,7 +14,9 @@ from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_export.kv import store_kv_as_floats, store_kv_as_int8
 from specrt_export.packing import pack_products
 from specrt_export.parity import Round
+from specrt_export.weight_only import dequantize_before_products
 from specrt_export.weights import SAME_BYTES, Chosen, attach_weights
+from specrt_export.wide import widen
 from specrt_profiles.profile import DialectName, Precision
 from specrt_profiles.tensors import TensorSpec
 
@@ -35,7 +37,8 @@ _ATTENTION: dict[DialectName, frozenset[str]] = {
     "tensorrt": frozenset({"Attention", "RotaryEmbedding", "TensorScatter"}),
 }
 _ROW_WISE = _ALONG_AXIS | {
-    "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "Cos", "Div", "Equal", "Erf", "Exp", "Expand",
+    "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "Cos", "DequantizeLinear", "Div", "Equal", "Erf",
+    "Exp", "Expand",
     "Floor", "FusedMatMul", "Gather", "GatherBlockQuantized", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater",
     "GreaterOrEqual", "Identity", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul",
     "MatMulIntegerToFloat", "MatMulNBits", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "QuantizeLinear",
@@ -55,16 +58,18 @@ def finish(
 ) -> dict[str, Round]:
     """Attach the weights to a traced model and simplify it in place; return the rounding of those quantised.
 
-    dialect: the TensorRT one keeps to standard operators, at opset 24, and has no precision but fp32.
+    dialect: the TensorRT one keeps to standard operators, at opset 24.
     """
-    rounding = attach_weights(model.graph, weights, precision, chosen)
+    rounding = attach_weights(model.graph, weights, precision, chosen, dialect=dialect)
     if dialect == "tensorrt":
         _split_fused_products(model.graph)
     onnxscript.optimizer.optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
     onnx_fusions.fuse(model)
+    _widen_mixed_norms(model.graph)
     _drop_idle_reshapes(model.graph)
     _remove_unused(model)  # what nobody reads would count as a reader
     pack_products(model.graph)
+    dequantize_before_products(model.graph)
     _remove_unused(model)
     if chosen.kv:
         store_kv_as_int8(model.graph, chosen.kv)
@@ -75,22 +80,27 @@ def finish(
     return rounding
 
 
-def save_in_fp32_arithmetic(model: ir.Model, path: Path) -> None:
-    """Write a saved model once more, over the same weights file, with nothing rounded but the weights."""
+def save_in_fp32_arithmetic(path: Path, twin: Path, *, rounded: bool = False) -> None:
+    """Write the model at `path` once more, as `twin` over the same weights file, with nothing rounded but the weights.
+
+    rounded: round the result of every node to the type it has, as an engine does that computes in that type.
+    """
+    model = ir.load(path)
     for node in list(model.graph):
         if node.op_type == "MatMulNBits":
             node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", 0)
         elif node.op_type == "MatMulIntegerToFloat":
-            (rounded, matrix, _, scales), bias = node.inputs[:4], node.inputs[6:]
-            assert rounded is not None
-            source = rounded.producer()
+            (integers, matrix, _, scales), bias = node.inputs[:4], node.inputs[6:]
+            assert integers is not None
+            source = integers.producer()
             assert source is not None
             wide = ir.node("DequantizeLinear", [matrix, scales], {"axis": 1})
             new = [wide, ir.node("MatMul", [source.inputs[0], wide.outputs[0]])]
             new += [ir.node("Add", [new[-1].outputs[0], *bias])] if bias else []
             Editor(model.graph).replace(node, *new)
     store_kv_as_floats(model.graph)
-    ir.save(model, path)
+    widen(model.graph, rounded=rounded)
+    ir.save(model, twin)
 
 
 def lint(
@@ -104,6 +114,7 @@ def lint(
         if (
             node.op_type not in _ROW_WISE | _ATTENTION[dialect]
             or (node.op_type in _ALONG_AXIS and not _on_last_axis(node))
+            or (node.op_type == "DequantizeLinear" and not _is_weight(graph, node.inputs[0]))
             or (node.op_type in _FIXED_SCALE and not _is_constant(graph, node.inputs[_FIXED_SCALE[node.op_type]]))
         ):
             raise UnsupportedModelError(
@@ -191,11 +202,28 @@ def _split_fused_products(graph: ir.Graph) -> None:
             Editor(graph).replace(node, flipped, ir.node("MatMul", [node.inputs[0], flipped.outputs[0]]))
 
 
+def _widen_mixed_norms(graph: ir.Graph) -> None:
+    """Give norms with weights in fp32 an input in fp32: ONNX Runtime has none that mixes types."""
+    for node in list(graph):
+        if node.op_type != "RMSNormalization":
+            continue
+        x, scale = node.inputs[:2]
+        if x is not None and scale is not None and x.dtype != scale.dtype == ir.DataType.FLOAT:
+            wide = ir.node("Cast", [x], {"to": ir.DataType.FLOAT.value})
+            wide.outputs[0].shape, wide.outputs[0].type = x.shape, scale.type
+            graph.insert_before(node, wide)
+            node.replace_input_with(0, wide.outputs[0])
+
+
 def _is_constant(graph: ir.Graph, value: ir.Value | None) -> bool:
     """Tell whether a scale is fixed; a scale computed from all rows of a call would make them depend on each other."""
     return (
         value is not None and value.name in graph.initializers and value.shape is not None and value.shape.rank() == 0
     )
+
+
+def _is_weight(graph: ir.Graph, value: ir.Value | None) -> bool:
+    return value is not None and value.name in graph.initializers
 
 
 def _on_last_axis(node: ir.Node) -> bool:
@@ -237,7 +265,8 @@ def _remove_unused(model: ir.Model) -> None:
 
 
 def _dtype(value: ir.Value) -> str:
-    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32", "INT8": "int8"}
+    names = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT64": "int64", "INT32": "int32",
+             "INT8": "int8"}  # fmt: skip
     return names.get(value.dtype.name, value.dtype.name) if value.dtype is not None else "unknown"
 
 

@@ -18,6 +18,8 @@ _WEIGHTS: dict[str, dict[int, int]] = {
     "MatMul": {1: 1},
     "MatMulNBits": {1: 0, 2: 0, 3: 0},
     "MatMulIntegerToFloat": {1: 1, 3: 0, 6: 0},
+    "MatMulInt8": {1: 1, 2: 0},
+    "MatMulInt4": {1: 1, 2: 1},
 }
 _SINKS = ("Add", "Mul")  # element-wise, so that they may come before the split
 

@@ -50,6 +50,8 @@ class Bounds:
 
 BOUNDS: dict[Precision, Bounds] = {
     "fp32": Bounds(mean_kl=1e-6, top1_agreement=0.99, max_abs_diff=5e-3),
+    "fp16": Bounds(mean_kl=1e-4, top1_agreement=0.97),
+    "bf16": Bounds(mean_kl=1e-2, top1_agreement=0.9),
     "int8": Bounds(mean_kl=0.05),
     "int4": Bounds(mean_kl=1.0),
 }

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 BLOCK = 32
 _ROWS = 4096
 _SAMPLE = 16  # rows that tell whether a matrix was 4-bit before
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # of a block's range: values at its ends may be cut for a finer grid
+_LEAST_HALF, _MOST_HALF = 2.0**-24, 65504.0
 _TOLERANCE = np.float32(4e-6)  # of a block's largest value: what computing scale * q + minimum in fp32 rounds off
 
 
@@ -49,6 +51,17 @@ class OffsetBlocks:
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
     offsets: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricBlocks:
+    """A [N, K] matrix as blocks of 32 along K with 4 bits per value: w = scale * values.
+
+    values: int8 [N, K], from -8 to 7. scales: float16 [N, K / 32].
+    """
+
+    values: NDArray[np.int8]
+    scales: NDArray[np.float16]
 
 
 def in_stored_order(
@@ -126,16 +139,48 @@ def _grid(values: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.
     return steps[..., 0], exact[..., 0]
 
 
-def quantize_rows(weight: NDArray[np.float32]) -> QuantizedRows:
-    """Round a [N, K] matrix to -127 .. 127 times its rows' largest magnitudes / 127."""
+def quantize_rows(weight: NDArray[np.float32], *, in_half: bool = False) -> QuantizedRows:
+    """Round a [N, K] matrix to -127 .. 127 times its rows' largest magnitudes / 127.
+
+    in_half: with scales that are float16 numbers above 0.
+    """
     largest = np.maximum(weight.max(-1), -weight.min(-1)) if weight.shape[-1] else np.zeros(len(weight), np.float32)
-    scales = (largest / 127).astype(np.float32)
+    scales = half_scales(largest / 127).astype(np.float32) if in_half else (largest / 127).astype(np.float32)
     inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     values = np.empty(weight.shape, np.int8)
     for start in range(0, len(weight), _ROWS):
         part = slice(start, start + _ROWS)
         values[part] = np.rint(np.clip(weight[part] * inverse[part, None], -127, 127))
     return QuantizedRows(values, scales)
+
+
+def half_scales(scales: NDArray[np.floating[Any]]) -> NDArray[np.float16]:
+    """Return the nearest float16 numbers above 0."""
+    halves: NDArray[np.float16] = np.clip(scales, _LEAST_HALF, _MOST_HALF).astype(np.float16)
+    return halves
+
+
+def quantize_symmetric(weight: NDArray[np.float32]) -> SymmetricBlocks:
+    """Round a [N, K] matrix, K a multiple of 32, to -8 .. 7 times a scale per block, the one of least squared error."""
+    blocks = weight.reshape(len(weight), -1, BLOCK)
+    widest = np.maximum(blocks.max(-1) / 7, -blocks.min(-1) / 8)
+    best = np.full(widest.shape, np.inf, np.float32)
+    values, scales = np.zeros(blocks.shape, np.int8), half_scales(widest)
+    for share in SHRINK:
+        trial = half_scales(widest * np.float32(share))
+        step = trial.astype(np.float32)[..., None]
+        rounded = np.clip(np.rint(blocks / step), -8, 7)
+        error = ((rounded * step - blocks) ** 2).sum(-1)
+        better = error < best
+        values[better], scales[better], best[better] = rounded[better], trial[better], error[better]
+    return SymmetricBlocks(values.reshape(weight.shape), scales)
+
+
+def dequantize_symmetric(matrix: SymmetricBlocks) -> NDArray[np.float32]:
+    """Return the [N, K] matrix that `matrix` stands for."""
+    blocks = matrix.values.reshape(*matrix.scales.shape, BLOCK)
+    full: NDArray[np.float32] = blocks * matrix.scales.astype(np.float32)[..., None]
+    return full.reshape(matrix.values.shape)
 
 
 def dequantize_rows(matrix: QuantizedRows) -> NDArray[np.float32]:

@@ -28,11 +28,16 @@ class RotaryTable(nn.Module):
 
     A model with one set of angles per layer type (Gemma 3) gets one pair of tables per type. Rows from `capacity` to
     `slots` repeat the last one: only padded positions reach them. `apply` is the model's function that rotates query
-    and key; `fused` tells whether the attention operator can do the same from `rotary(...)`.
+    and key; `fused` tells whether the attention operator can do the same from `rotary(...)`. Tables are computed in
+    fp32 and kept in `dtype`, the type of query and key.
     """
 
-    def __init__(self, original: nn.Module, apply: Apply, *, capacity: int, slots: int, head_dim: int) -> None:
+    def __init__(
+        self, original: nn.Module, apply: Apply, *, capacity: int, slots: int, head_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._dtype = dtype
         self._fused: dict[str, RotaryStyle] = {}
         self.seen: dict[int, tuple[torch.Tensor, str]] = {}
         positions, hidden = torch.arange(capacity)[None], torch.zeros(1, 1, 1)
@@ -60,8 +65,8 @@ class RotaryTable(nn.Module):
         return Rotary(self.get_buffer(f"half_cos_{kind}"), self.get_buffer(f"half_sin_{kind}"), self._fused[kind])
 
     def _add(self, kind: str, cos_name: str, sin_name: str, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self.register_buffer(f"{cos_name}_{kind}", cos.contiguous(), persistent=False)
-        self.register_buffer(f"{sin_name}_{kind}", sin.contiguous(), persistent=False)
+        self.register_buffer(f"{cos_name}_{kind}", cos.to(self._dtype).contiguous(), persistent=False)
+        self.register_buffer(f"{sin_name}_{kind}", sin.to(self._dtype).contiguous(), persistent=False)
 
 
 def match_formula(apply: Apply, cos: torch.Tensor, sin: torch.Tensor, *, head_dim: int) -> Rotary | None:

@@ -5,21 +5,33 @@ Every multiplication by a weight W [N, K] ends as one of
   FusedMatMul(x, W)           fp32, the output matrix of a model that ties it to the embedding: stored once
   MatMulNBits(x, blocks)      int8, int4; the embedding reads blocks through GatherBlockQuantized, the same ones if tied
   MatMulIntegerToFloat        int8; see products.py
+  MatMul(x, DequantizeLinear) int8, int4 of the TensorRT dialect; see weight_only.py
 At int4 blocks have a scale and an offset each, w = scale (q - 8) + offset. The offsets, where there are any, are
 multiplied with the sums of the input's blocks: zero points that are not whole numbers would make the kernel many times
 slower. Products with one input are merged afterwards, see packing.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from specrt_export.editor import Editor, as_rows, fp32, lazy, shape_of_rows, weight_operand
+from specrt_export.editor import (
+    Editor,
+    LazyParts,
+    as_rows,
+    as_stored,
+    fp32,
+    is_plain_gemm,
+    is_token_ids,
+    lazy,
+    shape_of_rows,
+    weight_operand,
+)
 from specrt_export.integer import Form
 from specrt_export.kv import Scales
 from specrt_export.parity import Round
@@ -27,7 +39,7 @@ from specrt_export.products import IntegerProducts
 from specrt_export.quantize import (
     BLOCK,
     OffsetBlocks,
-    QuantizedMatrix,
+    SymmetricBlocks,
     dequantize,
     dequantize_offset,
     in_stored_order,
@@ -35,10 +47,12 @@ from specrt_export.quantize import (
     quantize,
     quantize_offset,
 )
-from specrt_profiles.profile import Precision
+from specrt_export.weight_only import WeightOnly
+from specrt_profiles.profile import DialectName, Precision
 
 SAME_BYTES = "specrt.same_bytes_as"
 _MS = "com.microsoft"
+_FLOATS = ("fp32", "fp16", "bf16")  # precisions that round no further than to a float type
 _EMBEDDING_BITS = 8  # embedding and output matrix: 4 bits cost more quality there than they save bytes
 
 
@@ -47,11 +61,13 @@ class Chosen:
     """What was found by measuring and is not in the weights themselves, by initializer.
 
     forms: how to compute int8 products; those it leaves out are computed in blocks. blocks: weights [N, K] as 4 bits;
-    those it leaves out are rounded to the nearest values. kv: scales of int8 keys and values.
+    those it leaves out are rounded to the nearest values; `symmetric` likewise for TensorRT. kv: scales of int8 keys
+    and values.
     """
 
     forms: Mapping[str, Form] = field(default_factory=dict)
     blocks: Mapping[str, OffsetBlocks] = field(default_factory=dict)
+    symmetric: Mapping[str, SymmetricBlocks] = field(default_factory=dict)
     kv: Scales = field(default_factory=dict)
 
 
@@ -59,7 +75,7 @@ def product_groups(graph: ir.Graph, tensors: Mapping[str, torch.Tensor]) -> list
     """Return the names of the weights that are multiplied with the same value, for each such value."""
     groups: dict[ir.Value, list[str]] = {}
     for node in graph:
-        is_product = node.op_type == "MatMul" or (node.op_type == "Gemm" and _is_plain_gemm(node))
+        is_product = node.op_type == "MatMul" or (node.op_type == "Gemm" and is_plain_gemm(node))
         weight = weight_operand(node)[0] if is_product else None
         if weight is not None and weight.name in tensors and node.inputs[0] is not None:
             groups.setdefault(node.inputs[0], []).append(str(weight.name))
@@ -67,8 +83,9 @@ def product_groups(graph: ir.Graph, tensors: Mapping[str, torch.Tensor]) -> list
 
 
 def attach_weights(
-    graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, chosen: Chosen | None = None
-) -> dict[str, Round]:
+    graph: ir.Graph, tensors: dict[str, torch.Tensor], precision: Precision, chosen: Chosen | None = None, *,
+    dialect: DialectName = "ort",
+) -> dict[str, Round]:  # fmt: skip
     """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
 
     Tensors that share storage become one initializer. Nothing is kept or converted before the file is written.
@@ -78,16 +95,23 @@ def attach_weights(
     chosen = chosen or Chosen()
     forms = dict(chosen.forms)
     tensors = _merge_tied(graph, tensors, forms)
-    store = _Store(graph, tensors, precision, replace(chosen, forms=forms))
+    store: _Store | WeightOnly
+    if dialect == "tensorrt" and precision not in _FLOATS:
+        store = WeightOnly(graph, tensors, chosen.symmetric, bits=8 if precision == "int8" else 4)
+    else:
+        store = _Store(graph, tensors, precision, replace(chosen, forms=forms))
     for node in list(graph):
-        if node.op_type in ("MatMul", "Gemm"):
+        if node.op_type == "MatMul" or (node.op_type == "Gemm" and (precision in _FLOATS or is_plain_gemm(node))):
             store.rewrite_product(node)
-        elif node.op_type == "Gather" and precision != "fp32":
+        elif node.op_type == "Gather" and precision not in _FLOATS and is_token_ids(node.inputs[1]):
             store.rewrite_embedding(node)
     for name, tensor in tensors.items():
-        value = graph.initializers[name]
-        value.const_value = lazy(name, tensor.shape, partial(_divided, tensor, store.products.divided.get(name)))
-        value.type = ir.TensorType(ir.DataType.FLOAT)
+        value, dtype = graph.initializers[name], graph.initializers[name].dtype
+        assert dtype is not None
+        content = partial(_divided, tensor, store.divided.get(name))
+        value.const_value = lazy(name, tensor.shape, partial(as_stored, content, dtype, name), dtype)
+        if dtype != ir.DataType.FLOAT:
+            store.rounding.setdefault(name, partial(_in_type, dtype=dtype))
     return store.rounding
 
 
@@ -104,6 +128,7 @@ class _Store:
         self._blocks: dict[str, list[ir.Value]] = {}
         self._sums: dict[ir.Value, ir.Value] = {}  # of blocks of 32, by the value they are of
         self.rounding: dict[str, Round] = {}
+        self.divided = self.products.divided
         logits = graph.outputs[0].shape
         self._vocab_size = logits[-1] if logits is not None else None
 
@@ -111,24 +136,25 @@ class _Store:
         weight, stored_transposed = weight_operand(node)
         if weight is None or weight.name not in self._tensors:
             return
-        if self._precision == "fp32":
-            self._rewrite_fp32(node, weight, stored_transposed)
+        if self._precision in _FLOATS:
+            self._rewrite_float(node, weight, stored_transposed)
         elif weight.name in self._integer:
             form = self._integer[weight.name]
             self.rounding[weight.name] = partial(in_stored_order, form.round_weight, transposed=stored_transposed)
             self.products.product(node, weight, stored_transposed)
-        elif node.op_type == "MatMul" or _is_plain_gemm(node):
+        else:
             self._rewrite_blocks(node, weight, stored_transposed)
 
-    def _rewrite_fp32(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
+    def _rewrite_float(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
         if not stored_transposed or node.inputs[1] is weight:
             return  # the operand is used as it is stored
         if len(weight.uses()) > 1 and node.op_type == "MatMul":
             self._editor.replace(node, ir.node("FusedMatMul", [node.inputs[0], weight], {"transB": 1}, domain=_MS))
             return
-        name, tensor = str(weight.name), self._tensors[str(weight.name)]
-        flipped = self._editor.initializer(f"{name}.T", ir.DataType.FLOAT, tuple(reversed(tensor.shape)),
-                                    lambda: np.ascontiguousarray(fp32(tensor).T))  # fmt: skip
+        name, tensor, dtype = str(weight.name), self._tensors[str(weight.name)], weight.dtype
+        assert dtype is not None
+        content = partial(as_stored, lambda: np.ascontiguousarray(fp32(tensor).T), dtype, name)
+        flipped = self._editor.initializer(f"{name}.T", dtype, tuple(reversed(tensor.shape)), content)
         node.replace_input_with(1, flipped)
 
     def _rewrite_blocks(self, node: ir.Node, weight: ir.Value, stored_transposed: bool) -> None:
@@ -159,7 +185,7 @@ class _Store:
         fitted = self._fitted.get(name)
         offset = fitted.offsets.any() if fitted else needs_offsets(as_rows(tensor, stored_transposed))
         last = "offsets" if offset else "scales"
-        source = _LazyParts(lambda: fitted or quantize_offset(as_rows(tensor, stored_transposed)), last=last)
+        source = LazyParts(lambda: fitted or quantize_offset(as_rows(tensor, stored_transposed)), last=last)
         in_blocks = partial(_in_offset_blocks, fitted=fitted)
         self.rounding[name] = partial(in_stored_order, in_blocks, transposed=stored_transposed)
         parts = [
@@ -187,7 +213,7 @@ class _Store:
 
     def rewrite_embedding(self, node: ir.Node) -> None:
         table, ids = node.inputs
-        if table is None or ids is None or table.name not in self._tensors or not _is_token_ids(ids):
+        if table is None or table.name not in self._tensors:
             return
         if table.name in self._integer:
             self.products.embedding(node)
@@ -210,7 +236,7 @@ class _Store:
     def _blocks_of(self, name: str, stored_transposed: bool, bits: int) -> list[ir.Value]:
         if name not in self._blocks:
             tensor = self._tensors[name]
-            source = _LazyParts(lambda: quantize(as_rows(tensor, stored_transposed), bits=bits), last="zero_points")
+            source = LazyParts(lambda: quantize(as_rows(tensor, stored_transposed), bits=bits), last="zero_points")
             self.rounding[name] = partial(in_stored_order, partial(_in_blocks, bits=bits), transposed=stored_transposed)
             rows, columns = shape_of_rows(tensor, stored_transposed)
             blocks = -(-columns // BLOCK)
@@ -237,29 +263,16 @@ class _Store:
         return flat
 
 
-class _LazyParts:
-    """Quantises one weight when its first part is written, and forgets it with the last."""
-
-    def __init__(self, make: Callable[[], QuantizedMatrix | OffsetBlocks], *, last: str) -> None:
-        self._make, self._last = make, last
-
-    def take(self, part: str) -> NDArray[np.generic]:
-        array: NDArray[np.generic] = getattr(self._quantized, part)
-        if part == self._last:
-            del self._quantized
-        return array
-
-    @cached_property
-    def _quantized(self) -> QuantizedMatrix | OffsetBlocks:
-        return self._make()
-
-
 def _in_offset_blocks(matrix: NDArray[np.float32], *, fitted: OffsetBlocks | None) -> NDArray[np.float32]:
     return dequantize_offset(fitted or quantize_offset(matrix))
 
 
 def _in_blocks(matrix: NDArray[np.float32], *, bits: int) -> NDArray[np.float32]:
     return dequantize(quantize(matrix, bits=bits), bits=bits, columns=matrix.shape[1])
+
+
+def _in_type(weight: NDArray[np.float32], *, dtype: ir.DataType) -> NDArray[np.float32]:
+    return weight.astype(dtype.numpy()).astype(np.float32)
 
 
 def _divided(tensor: torch.Tensor, divisor: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -279,20 +292,3 @@ def _merge_tied(graph: ir.Graph, tensors: dict[str, torch.Tensor], forms: dict[s
             if name in forms:
                 forms[kept] = forms[name]
     return {name: tensors[name] for name in first.values()}
-
-
-def _is_token_ids(value: ir.Value) -> bool:
-    """Tell whether a value is the input `input_ids`, possibly reshaped."""
-    node = value.producer()
-    while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
-        value = node.inputs[0]
-        node = value.producer()
-    return value.name == "input_ids"
-
-
-def _is_plain_gemm(node: ir.Node) -> bool:
-    attributes = node.attributes
-    return (
-        attributes.get_float("alpha", 1.0) == attributes.get_float("beta", 1.0) == 1.0
-        and attributes.get_int("transA", 0) == 0
-    )

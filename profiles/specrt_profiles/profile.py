@@ -1,17 +1,24 @@
 """Profiles: the shapes and the precision that an export fixes for good."""
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from specrt_profiles.codec import decode, nearest
 from specrt_profiles.errors import ProfileError
 
-Precision = Literal["fp32", "int8", "int4"]
-KvPrecision = Literal["fp32", "int8"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+KvPrecision = Literal["same", "fp32", "int8"]
 DialectName = Literal["ort", "tensorrt"]
+FloatName = Literal["float32", "float16", "bfloat16"]
+KvName = Literal["float32", "float16", "bfloat16", "int8"]
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+_FLOATS: Mapping[Precision, FloatName] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_QUANTIZED: Mapping[DialectName, FloatName] = {"ort": "float32", "tensorrt": "float16"}  # what these compute in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +29,8 @@ class Profile:
     is the ladder of widths, in tokens, that a verify call may have: a proposal of k tokens takes the smallest
     width >= k + 1. Widths are even because a row's bits were measured to be the same for every even width, while
     width 1 and odd widths may take other kernels. `num_draft_tokens` is the k of a draft model if a request names none.
-    `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`.
+    `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`. `kv_precision` is `int8` or
+    `same`, the type that the graph computes in (for which `fp32` is another name where that is the type).
     """
 
     name: str
@@ -35,7 +43,7 @@ class Profile:
     batch_size: int = 1
     precision: Precision = "fp32"
     draft_precision: Precision = "int4"
-    kv_precision: KvPrecision = "fp32"
+    kv_precision: KvPrecision = "same"
     dialect: DialectName = "ort"
     num_draft_tokens: int = 5
 
@@ -48,6 +56,16 @@ class Profile:
     def max_draft_tokens(self) -> int:
         """The largest k that the ladder can verify."""
         return self.verify_widths[-1] - 1
+
+    @property
+    def float_type(self) -> FloatName:
+        """The type that graphs compute in, between products and in them."""
+        return _FLOATS.get(self.precision) or _QUANTIZED[self.dialect]
+
+    @property
+    def kv_type(self) -> KvName:
+        """The type of the KV buffers."""
+        return "int8" if self.kv_precision == "int8" else self.float_type
 
     @property
     def slots(self) -> int:
@@ -67,6 +85,8 @@ class Profile:
         if not 0 <= self.num_draft_tokens <= self.max_draft_tokens:
             limit = f"0 to {self.max_draft_tokens}, the widest verify width less one"
             return f"num_draft_tokens: expected {limit}, found {self.num_draft_tokens}"
+        if self.kv_precision == "fp32" and self.float_type != "float32":
+            return f"kv_precision: expected same or int8 beside precision {self.precision}, found fp32"
         return None
 
 

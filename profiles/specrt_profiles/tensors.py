@@ -1,7 +1,7 @@
 """The call contract between exported graphs and engines: names, types and shapes of every tensor.
 
 One call of W tokens that start at position `start` (B = 1 sequence, R rows of logits wanted, S = `Profile.slots` KV
-slots, H heads of D values, V rows of the output matrix):
+slots, H heads of D values, V rows of the output matrix, T the type that the graph computes in, `Profile.float_type`):
 
 | tensor | type | shape | content |
 |---|---|---|---|
@@ -11,9 +11,9 @@ slots, H heads of D values, V rows of the output matrix):
 | total_sequence_length (ORT) | int32 | [] | start + W |
 | write_indices (TensorRT) | int64 | [B] | start: the first slot that the call writes |
 | logits_indices | int64 | [R] | which of the W rows get logits; R may be 0 |
-| past_key.{i}, past_value.{i} | float32 or int8 | [B, H_kv, S, D] | KV buffers of layer i, `start` slots valid |
+| past_key.{i}, past_value.{i} | T or int8 | [B, H_kv, S, D] | KV buffers of layer i, `start` slots valid |
 | logits | float32 | [B, R, V] | |
-| present_key.{i}, present_value.{i} | float32 or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
+| present_key.{i}, present_value.{i} | T or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
 
 A call writes KV slots start .. start + W - 1, and no slot beyond a row's own position has any part in it, so a rollback
 is only a smaller `start` in the next call. The two dialects (`Profile.dialect`) share this table but for the inputs
@@ -22,13 +22,14 @@ start as zeros there, and hold finite numbers always. Whoever calls keeps start 
 written beyond it and says nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from specrt_profiles.profile import KvPrecision, Profile
+from specrt_profiles.profile import KvName, Profile
 
 WIDTH = "width"
 ROWS = "rows"
+ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +52,9 @@ class DecoderDims:
     hidden_size: int
     vocab_size: int
 
-    def kv_bytes(self, num_tokens: int, precision: KvPrecision) -> int:
+    def kv_bytes(self, num_tokens: int, kv_type: KvName) -> int:
         """Bytes of KV buffers that hold `num_tokens` tokens."""
-        size = 1 if precision == "int8" else 4
-        return 2 * size * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
+        return 2 * ELEMENT_BYTES[kv_type] * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
 
 
 def past_names(layer: int) -> tuple[str, str]:
@@ -94,6 +94,5 @@ def graph_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]
 
 def _kv(dims: DecoderDims, profile: Profile, names: Callable[[int], tuple[str, str]]) -> tuple[TensorSpec, ...]:
     shape = (profile.batch_size, dims.num_kv_heads, profile.slots, dims.head_dim)
-    dtype = "int8" if profile.kv_precision == "int8" else "float32"
     pairs = (names(layer) for layer in range(dims.num_layers))
-    return tuple(TensorSpec(name=name, dtype=dtype, shape=shape) for pair in pairs for name in pair)
+    return tuple(TensorSpec(name=name, dtype=profile.kv_type, shape=shape) for pair in pairs for name in pair)

@@ -4,12 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specrt_profiles.codec import encode
 from specrt_profiles.generation import GenerationDefaults, read_generation
 from specrt_profiles.manifest import EngineSpec, read_manifest
-from specrt_profiles.tensors import TensorSpec
+from specrt_profiles.tensors import ELEMENT_BYTES, TensorSpec
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -42,9 +40,7 @@ def show(folder: Path) -> str:
 
 def kv_bytes(engine: EngineSpec) -> int:
     """Return the size of an engine's KV buffers."""
-    return sum(
-        np.dtype(tensor.dtype).itemsize * math.prod(int(dim) for dim in tensor.shape) for tensor in _past(engine)
-    )
+    return sum(ELEMENT_BYTES[tensor.dtype] * math.prod(int(dim) for dim in tensor.shape) for tensor in _past(engine))
 
 
 def _past(engine: EngineSpec) -> list[TensorSpec]:
