@@ -1,11 +1,6 @@
 """Exports: a model, or a new drafter for an artifact that exists, into a self-contained folder."""
 
-import contextlib
-import errno
-import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,18 +17,16 @@ from specrt_export.estimate import estimate, show_bytes
 from specrt_export.generation import generation_defaults
 from specrt_export.parity import most_rows
 from specrt_export.progress import Progress
+from specrt_export.staging import check_disk, check_output, link_files, list_files, staging
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
 from specrt_profiles.generation import write_generation
 from specrt_profiles.manifest import (
-    MANIFEST_FILE,
     MODEL_FREE,
     TOKENIZER_FILE,
     DrafterSpec,
-    FileEntry,
     Manifest,
     check_hashes,
     read_manifest,
-    sha256_of,
     write_manifest,
 )
 from specrt_profiles.profile import DialectName, Precision, Profile
@@ -75,7 +68,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     """
     if (request.model is None) == (request.add_to is None):
         raise ExportError("expected either a MODEL to export or --add-to DIR with a --draft")
-    _check_output(request)
+    check_output(request.out, overwrite=request.overwrite)
     base = None if request.add_to is None else _read_base(request.add_to)
     profile = (
         request.profile if base is None else replace(base.profile, draft_precision=request.profile.draft_precision)
@@ -89,18 +82,19 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     if draft is not None:
         known = _tokens_in(request.add_to, base) if target is None else tokens_of(tokenizer)[: target.dims.vocab_size]
         check_draft_vocabulary(known, tokens_of(load_tokenizer(draft.checkpoint)), draft_rows=draft.dims.vocab_size)
-    _check_disk(request.out, [engine for engine in (target, draft) if engine is not None])
-    with _staging(request.out) as folder:
+    check_disk(request.out, sum(engine.num_bytes for engine in (target, draft) if engine is not None))
+    with staging(request.out) as folder:
         if target is not None:
             manifest = _build_target(target, tokenizer, folder, progress)
         else:
             assert base is not None
             assert request.add_to is not None
-            manifest = _copy_base(base, request.add_to, folder)
+            link_files(base.files, request.add_to, folder)
+            manifest = base
         if draft is not None:
             manifest = _build_draft(manifest, draft, folder, progress)
         default = _MODEL_DRAFTER if draft is not None else request.draft
-        write_manifest(folder, replace(manifest, default_drafter=default, files=_list_files(folder, manifest)))
+        write_manifest(folder, replace(manifest, default_drafter=default, files=list_files(folder, manifest.files)))
         read_manifest(folder)
     return request.out
 
@@ -173,16 +167,6 @@ def _read_base(folder: Path) -> Manifest:
     return manifest
 
 
-def _copy_base(base: Manifest, source: Path, folder: Path) -> Manifest:
-    """Copy an artifact's files; weights are hard-linked where the file system can (neither side is ever written to)."""
-    for name in base.files:
-        try:
-            os.link(source / name, folder / name)
-        except OSError:
-            shutil.copyfile(source / name, folder / name)
-    return base
-
-
 def _tokens_in(artifact: Path | None, base: Manifest | None) -> list[str | None]:
     """Return the tokens of an artifact's target; those that it has no logits for never occur and are left out."""
     from tokenizers import Tokenizer
@@ -196,15 +180,6 @@ def _tokens_in(artifact: Path | None, base: Manifest | None) -> list[str | None]
 def _write_documents(engine: EngineRequest, folder: Path, *, prefix: str) -> None:
     for name, text in engine.checkpoint.documents.items():
         (folder / f"{prefix}{name}").write_text(text, "utf-8")
-
-
-def _list_files(folder: Path, manifest: Manifest) -> dict[str, FileEntry]:
-    """Return size and SHA-256 of every file, computing only those that are not known yet."""
-    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE)
-    return {
-        path.name: manifest.files.get(path.name) or FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
-        for path in paths
-    }
 
 
 def _check_dialect(profile: Profile, draft: str) -> None:
@@ -221,69 +196,3 @@ def _check_dialect(profile: Profile, draft: str) -> None:
         raise ExportError(
             "expected --kv-precision same for --dialect tensorrt, found int8: its cache update takes floats only"
         )
-
-
-def _check_output(request: ExportRequest) -> None:
-    """Refuse an output that exists, unless it is an artifact to replace, and one that cannot be written."""
-    out = request.out
-    if os.path.lexists(out):
-        if not request.overwrite:
-            raise ExportError(f"{out} exists: choose another folder, or replace it with --overwrite")
-        if not (out / MANIFEST_FILE).is_file() or out.is_symlink():
-            raise ExportError(f"{out} exists and is no artifact: --overwrite replaces artifacts only")
-        if Path.cwd().is_relative_to(out.resolve()):
-            raise ExportError(f"{out}: the working directory is in it: run this from elsewhere")
-    parent = next(path for path in out.absolute().parents if path.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise ExportError(f"{out}: {parent} is not a folder that can be written to")
-
-
-def _check_disk(out: Path, engines: list[EngineRequest]) -> None:
-    needed = sum(engine.num_bytes for engine in engines)
-    parent = next(path for path in out.resolve().parents if path.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise ExportError(
-            f"{parent}: {show_bytes(needed)} needed for the artifact, {show_bytes(free)} free: free some space"
-        )
-
-
-@contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """Yield a hidden sibling of `out` that becomes `out` when the block succeeds and vanishes when it does not."""
-    folder = _hidden_sibling(out)
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-        yield folder
-        folder.chmod(0o755)
-        if out.exists():
-            _replace(out, folder)
-        else:
-            folder.rename(out)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise ExportError(f"{out}: the disk is full: free some space and export again") from None
-        raise ExportError(f"{out}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _replace(out: Path, new: Path) -> None:
-    """Rename `new` to `out`; what was there is deleted, or put back if this is interrupted."""
-    aside = _hidden_sibling(out)
-    old = aside / out.name
-    try:
-        aside.mkdir(mode=0o700)
-        out.rename(old)
-        new.rename(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _hidden_sibling(out: Path) -> Path:
-    """Return a path that nothing has; made inside a `try`, so that no interrupt can come before its `finally`."""
-    return out.parent / f".{out.name}.{secrets.token_hex(8)}"

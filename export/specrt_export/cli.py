@@ -1,4 +1,4 @@
-"""`specrt export` and `specrt models`. The heavy libraries are imported when an export begins."""
+"""`specrt export`, `specrt plan` and `specrt models`. The heavy libraries are imported when an export begins."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import NoReturn
 import click
 
 from specrt_profiles.extras import require
+from specrt_profiles.plan import BuilderName
 from specrt_profiles.profile import PRECISIONS, builtin_profiles, load_profile
 
 _EXTRA = ("torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime", "gguf", "safetensors")
@@ -68,8 +69,7 @@ def export_command(
     """
     require("export", *_EXTRA)
     os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars; ours says what they would
-    for number in (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,):
-        signal.signal(number, _interrupt)
+    _unwind_on_signals()
     from specrt_export.artifact import NO_ENGINE, ExportRequest, export
     from specrt_export.progress import Progress
 
@@ -94,6 +94,65 @@ def export_command(
     )  # fmt: skip
     _quiet_transformers()
     click.echo(export(request, Progress()))
+
+
+@click.command(name="plan", epilog="""\b
+Examples:
+  specrt export smollm2-135m --dialect tensorrt --precision fp16 -o artifacts/smollm2-trt
+  specrt plan artifacts/smollm2-trt
+  specrt plan artifacts/smollm2-trt --compute-capability 8.9 -o artifacts/smollm2-ada""")  # fmt: skip
+@click.argument("artifact", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Folder to write.  [default: ARTIFACT-plan]")
+@click.option(
+    "--builder",
+    type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+    default="tensorrt-rtx",
+    show_default=True,
+    help="tensorrt builds for the GPU of this machine, tensorrt-rtx needs none.",
+)
+@click.option(
+    "--compute-capability",
+    "capabilities",
+    metavar="X.Y",
+    multiple=True,
+    help="Build for these GPUs only (tensorrt-rtx; may be repeated).  [default: 8.0 and later]",
+)
+@click.option("--workspace", type=click.IntRange(min=1), metavar="MIB", help="Most scratch memory of a call.")
+@click.option(
+    "--timing-cache",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep the builder's measurements there (tensorrt).",
+)
+@click.option("--with-decode", is_flag=True, help="Also build calls of width 1, which store the weights a second time.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+def plan_command(
+    artifact: Path,
+    out: Path | None,
+    builder: BuilderName,
+    capabilities: tuple[str, ...],
+    workspace: int | None,
+    timing_cache: Path | None,
+    with_decode: bool,
+    overwrite: bool,
+) -> None:
+    """Build TensorRT plans of ARTIFACT, exported with --dialect tensorrt, into a folder of their own.
+
+    Prints the folder written to standard output; progress goes to standard error.
+    """
+    _unwind_on_signals()
+    from specrt_export.builder import BuildOptions
+    from specrt_export.plan import PlanRequest, build_plan, default_out
+    from specrt_export.progress import Progress
+
+    options = BuildOptions(
+        builder=builder, compute_capabilities=tuple(sorted(set(capabilities), key=_by_number)),
+        workspace_mib=workspace, timing_cache=timing_cache,
+    )  # fmt: skip
+    request = PlanRequest(
+        artifact=artifact, out=out or default_out(artifact), options=options, with_decode=with_decode,
+        overwrite=overwrite,
+    )  # fmt: skip
+    click.echo(build_plan(request, Progress()))
 
 
 @click.command(name="models", epilog="""\b
@@ -123,6 +182,15 @@ def models_command(as_json: bool, cache_dir: Path) -> None:
     for row in rows:
         here = "cached" if row["cached"] else "to fetch"
         click.echo(f"{row['name']:<20} {row['megabytes']:>5} MB  {here:<8}  {row['description']}")
+
+
+def _by_number(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdigit() else 0 for part in capability.split("."))
+
+
+def _unwind_on_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,):
+        signal.signal(number, _interrupt)
 
 
 def _quiet_transformers() -> None:

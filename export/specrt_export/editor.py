@@ -92,13 +92,12 @@ def weight_operand(node: ir.Node) -> tuple[ir.Value | None, bool]:
     return operand, flipped
 
 
-def is_token_ids(value: ir.Value | None) -> bool:
-    """Tell whether a value is the input `input_ids`, possibly reshaped."""
-    node = None if value is None else value.producer()
-    while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
-        value = node.inputs[0]
-        node = value.producer()
-    return value is not None and value.name == "input_ids"
+def is_embedding(node: ir.Node) -> bool:
+    """Tell whether a node gathers rows by the input `input_ids`, possibly reshaped."""
+    ids = node.inputs[1] if node.op_type == "Gather" else None
+    while ids is not None and (reshape := ids.producer()) is not None and reshape.op_type == "Reshape":
+        ids = reshape.inputs[0]
+    return ids is not None and ids.name == "input_ids"
 
 
 def is_plain_gemm(node: ir.Node) -> bool:

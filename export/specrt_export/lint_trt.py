@@ -19,6 +19,7 @@ _NOT_PARSED = ("QLinear", "Bitwise", "Sequence", "Optional", "String", "MatMulIn
                "ConvInteger", "BitShift", "BitCast", "Compress", "Unique", "CumProd", "Multinomial", "Bernoulli", "Det",
                "DFT", "SwiGLU", "LinearAttention", "CausalConvWithState")  # fmt: skip
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+_INTEGER_WEIGHTS = {ir.DataType.INT8, ir.DataType.INT4}
 _INDICES = {ir.DataType.INT32, ir.DataType.INT64}
 _MAX_TOP_K = 3840
 _ATTENTION_DROPS = {
@@ -52,6 +53,10 @@ def _problems(model: ir.Model) -> Iterator[str]:
         problem = _general(node) or _RULES.get(node.op_type, _no_problem)(graph, node)
         if problem:
             yield f"{node.op_type} ({node.name}): {problem}"
+    for value in graph.initializers.values():
+        readers = {node.op_type for node, _ in value.uses()}
+        if value.dtype in _INTEGER_WEIGHTS and readers != {"DequantizeLinear"}:
+            yield f"weight {value.name}: only DequantizeLinear may read {_type(value)}, found {sorted(readers)}"
     for value in graph.inputs:
         if not value.uses():
             yield f"input {value.name}: no node reads it, and TensorRT drops such inputs without a word"

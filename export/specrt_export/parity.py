@@ -213,16 +213,16 @@ def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 def as_fp32(model: nn.Module, rounding: Mapping[str, Round] | None = None) -> Iterator[None]:
     """Give every module its own weights in fp32, rounded, while it runs: one module's worth of extra memory."""
     kept: dict[nn.Parameter, torch.Tensor] = {}
-    named = dict(model.named_parameters(remove_duplicate=False))
-    rounds = {named[name]: function for name, function in (rounding or {}).items()}
+    rounds = _rounds(model, rounding or {})
 
     def widen(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter.dtype != torch.float32 or parameter in rounds:
+        for name, parameter in module.named_parameters(recurse=False):
+            function = rounds.get((module, name))
+            if parameter.dtype != torch.float32 or function is not None:
                 kept[parameter] = parameter.data
                 parameter.data = parameter.data.float()
-            if parameter in rounds:
-                parameter.data = torch.from_numpy(rounds[parameter](parameter.data.numpy()))
+            if function is not None:
+                parameter.data = torch.from_numpy(function(parameter.data.numpy()))
 
     def restore(module: nn.Module, *_: Any) -> None:
         for parameter in module.parameters(recurse=False):
@@ -237,3 +237,14 @@ def as_fp32(model: nn.Module, rounding: Mapping[str, Round] | None = None) -> It
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _rounds(model: nn.Module, rounding: Mapping[str, Round]) -> dict[tuple[nn.Module, str], Round]:
+    """Return the rounding of each module's own parameters; one without any has that of what it is tied to."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    shared = {named[name]: function for name, function in rounding.items()}
+    return {
+        (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]): rounding.get(name) or shared[parameter]
+        for name, parameter in named.items()
+        if parameter in shared
+    }

@@ -8,6 +8,8 @@ from typing import TextIO
 
 import click
 
+_SHARES = 1000
+
 
 class Progress:
     """Announces the steps of an export; a step's line is completed with its duration."""
@@ -31,13 +33,28 @@ class Progress:
         click.echo(f"\r\x1b[K  {title}: {took}" if terminal else f"  {title}: {took}", file=self._stream)
 
     @contextmanager
-    def bar(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a bar of `total` bytes; the block gets a function that advances it."""
+    def bar(self, title: str, total: int, *, every: int = 1 << 20) -> Iterator[Callable[[int], None]]:
+        """Show a bar of `total` bytes, drawn anew after `every`; the block gets a function that advances it."""
         started = self._clock()
-        with click.progressbar(length=total, label=f"  {title}", file=self._stream, update_min_steps=1 << 20) as bar:
+        with click.progressbar(length=total, label=f"  {title}", file=self._stream, update_min_steps=every) as bar:
             yield bar.update
         if not self._stream.isatty():
             self.say(f"  {title}: {self._clock() - started:.1f} s")
+
+    @contextmanager
+    def share(self, title: str) -> Iterator[Callable[[float], None]]:
+        """Show a bar; the block gets a function that is told the share, from 0 to 1, that is done."""
+        with self.bar(title, _SHARES, every=_SHARES // 100) as advance:
+            done = 0
+
+            def tell(share: float) -> None:
+                nonlocal done
+                reached = max(done, min(_SHARES, int(share * _SHARES)))
+                advance(reached - done)
+                done = reached
+
+            yield tell
+            tell(1.0)
 
     @contextmanager
     def bytes(self, title: str) -> Iterator[Callable[[int], None]]:

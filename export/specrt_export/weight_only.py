@@ -1,9 +1,10 @@
 """Weights as integers that are dequantised where they are used, for TensorRT: products stay products of floats.
 
 Linear weights [N, K] become int8 with one scale per output, or int4 in blocks of 32 inputs with one scale each, all
-without zero points, which is what TensorRT's weight-only kernels take. The embedding and the output matrix have 8 bits,
-once where they are tied. A product is one node (`MatMulInt8`, `MatMulInt4`) until products with one input have been
-packed; then `dequantize_before_products` writes it in standard operators.
+without zero points, which is what TensorRT takes. The output matrix has 8 bits. The embedding stays as it is, also
+where it is tied to the output matrix: TensorRT reads integers through DequantizeLinear alone, and would dequantise the
+whole table for the few rows that a call gathers. A product is one node (`MatMulInt8`, `MatMulInt4`) until products with
+one input have been packed; then `dequantize_before_products` writes it in standard operators.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ _OPTIONS: Mapping[str, Mapping[str, int]] = {"MatMulInt8": {"axis": 1}, "MatMulI
 
 
 class WeightOnly:
-    """Rewrites the products and the embedding of one graph; see `attach_weights`."""
+    """Rewrites the products of one graph; see `attach_weights`."""
 
     def __init__(
         self, graph: ir.Graph, tensors: Mapping[str, torch.Tensor], fitted: Mapping[str, SymmetricBlocks], *, bits: int
@@ -49,35 +50,15 @@ class WeightOnly:
             return
         name = str(weight.name)
         rows, columns = shape_of_rows(self._tensors[name], stored_transposed)
-        if any(reader.op_type == "Gather" for reader, _ in weight.uses()) or f"{name}.rows" in self._initializers:
-            new = self._product_with_table(node, name)
-        elif self._bits == 4 and rows != self._vocab_size and columns % BLOCK == 0:
-            new = [self._product_with_blocks(node, name, stored_transposed)]
+        if self._bits == 4 and rows != self._vocab_size and columns % BLOCK == 0:
+            new = [self._product_of_blocks(node, name, stored_transposed)]
         else:
-            new = [self._product_with_rows(node, name, stored_transposed)]
+            new = [self._product_of_rows(node, name, stored_transposed)]
         if node.op_type == "Gemm" and len(node.inputs) > 2:
             new.append(ir.node("Add", [new[-1].outputs[0], node.inputs[2]]))
         self._editor.replace(node, *new)
 
-    def rewrite_embedding(self, node: ir.Node) -> None:
-        """Replace a Gather of rows of a table."""
-        table, ids = node.inputs
-        if table is None or table.name not in self._tensors:
-            return
-        integers, scales = self._table(str(table.name))
-        rows, factors = ir.node("Gather", [integers, ids]), ir.node("Gather", [scales, ids])
-        last = self._editor.constant("table.last_axis", np.array([-1]))
-        assert table.dtype is not None
-        floats = ir.node("Cast", [rows.outputs[0]], {"to": table.dtype.value})
-        wide = ir.node("Unsqueeze", [factors.outputs[0], last])
-        scaled = ir.node("Mul", [floats.outputs[0], wide.outputs[0]])
-        self._editor.replace(node, rows, factors, floats, wide, scaled)
-
-    @property
-    def _initializers(self) -> Mapping[str, ir.Value]:
-        return self._editor.graph.initializers
-
-    def _product_with_blocks(self, node: ir.Node, name: str, stored_transposed: bool) -> ir.Node:
+    def _product_of_blocks(self, node: ir.Node, name: str, stored_transposed: bool) -> ir.Node:
         tensor, fitted = self._tensors[name], self._fitted.get(name)
         source = LazyParts(
             lambda: _columns(fitted or quantize_symmetric(as_rows(tensor, stored_transposed))), last="scales"
@@ -88,7 +69,7 @@ class WeightOnly:
             "MatMulInt4", node, name, source, ir.DataType.INT4, (columns, rows), (columns // BLOCK, rows)
         )
 
-    def _product_with_rows(self, node: ir.Node, name: str, stored_transposed: bool) -> ir.Node:
+    def _product_of_rows(self, node: ir.Node, name: str, stored_transposed: bool) -> ir.Node:
         tensor = self._tensors[name]
         source = LazyParts(lambda: _columns(_rows(as_rows(tensor, stored_transposed))), last="scales")
         self.rounding[name] = partial(in_stored_order, _in_rows, transposed=stored_transposed)
@@ -99,32 +80,11 @@ class WeightOnly:
         self, op: str, node: ir.Node, name: str, source: LazyParts, dtype: ir.DataType, shape: tuple[int, ...],
         scales_shape: tuple[int, ...],
     ) -> ir.Node:  # fmt: skip
-        kind = self._initializers[name].dtype
+        kind = self._editor.graph.initializers[name].dtype
         assert kind is not None
         values = self._editor.initializer(f"{name}.values", dtype, shape, partial(source.take, "values"))
         scales = self._editor.initializer(f"{name}.scales", kind, scales_shape, partial(_scales, source, kind))
         return ir.node(op, [node.inputs[0], values, scales], domain=_DOMAIN)
-
-    def _product_with_table(self, node: ir.Node, name: str) -> list[ir.Node]:
-        """Return x times the transposed table that the embedding reads rows of."""
-        table = ir.node("DequantizeLinear", list(self._table(name)), {"axis": 0})
-        flipped = ir.node("Transpose", [table.outputs[0]], {"perm": [1, 0]})
-        return [table, flipped, ir.node("MatMul", [node.inputs[0], flipped.outputs[0]])]
-
-    def _table(self, name: str) -> tuple[ir.Value, ir.Value]:
-        """Return integers [N, K] and scales [N] of a table; made at its first use."""
-        if f"{name}.rows" not in self._initializers:
-            tensor, kind = self._tensors[name], self._initializers[name].dtype
-            assert kind is not None
-            source = LazyParts(lambda: _rows(as_rows(tensor, True)), last="scales")
-            self.rounding[name] = _in_rows
-            self._editor.initializer(
-                f"{name}.rows", ir.DataType.INT8, tuple(tensor.shape), partial(source.take, "values")
-            )
-            self._editor.initializer(
-                f"{name}.row_scales", kind, tuple(tensor.shape[:1]), partial(_scales, source, kind)
-            )
-        return self._initializers[f"{name}.rows"], self._initializers[f"{name}.row_scales"]
 
 
 def dequantize_before_products(graph: ir.Graph) -> None:

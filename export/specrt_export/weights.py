@@ -26,8 +26,8 @@ from specrt_export.editor import (
     as_rows,
     as_stored,
     fp32,
+    is_embedding,
     is_plain_gemm,
-    is_token_ids,
     lazy,
     shape_of_rows,
     weight_operand,
@@ -88,22 +88,24 @@ def attach_weights(
 ) -> dict[str, Round]:  # fmt: skip
     """Give the placeholder initializers of `graph` their source `tensors` (by name, any float type).
 
-    Tensors that share storage become one initializer. Nothing is kept or converted before the file is written.
-    Returns what happens to the values of each quantised tensor, by name: a function from the stored matrix to the
-    one that the graph computes with.
+    Tensors that share storage become one initializer, but not at int8 and int4 in the TensorRT dialect, where the
+    embedding stays as it is. Nothing is kept or converted before the file is written. Returns what happens to the
+    values of each tensor that is rounded, by name: a function from the stored matrix to the one that the graph computes
+    with.
     """
     chosen = chosen or Chosen()
     forms = dict(chosen.forms)
-    tensors = _merge_tied(graph, tensors, forms)
     store: _Store | WeightOnly
     if dialect == "tensorrt" and precision not in _FLOATS:
+        tensors = {name: tensor for name, tensor in tensors.items() if name in graph.initializers}
         store = WeightOnly(graph, tensors, chosen.symmetric, bits=8 if precision == "int8" else 4)
     else:
+        tensors = _merge_tied(graph, tensors, forms)
         store = _Store(graph, tensors, precision, replace(chosen, forms=forms))
     for node in list(graph):
         if node.op_type == "MatMul" or (node.op_type == "Gemm" and (precision in _FLOATS or is_plain_gemm(node))):
             store.rewrite_product(node)
-        elif node.op_type == "Gather" and precision not in _FLOATS and is_token_ids(node.inputs[1]):
+        elif isinstance(store, _Store) and precision not in _FLOATS and is_embedding(node):
             store.rewrite_embedding(node)
     for name, tensor in tensors.items():
         value, dtype = graph.initializers[name], graph.initializers[name].dtype

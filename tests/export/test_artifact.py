@@ -154,7 +154,7 @@ def interrupt(error: BaseException) -> Callable[..., None]:
     ("error", "raised", "text"),
     [
         (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
-        (OUT_OF_SPACE, ExportError, "out: the disk is full: free some space and export again"),
+        (OUT_OF_SPACE, ExportError, "out: the disk is full: free some space and try again"),
         (OSError(errno.EIO, "Input/output error"), ExportError, "out: cannot be written: .*Input/output error"),
         (SystemExit(143), SystemExit, "143"),
     ],
