@@ -36,7 +36,8 @@ class OrtDialect:
             "do_rotary": int(options.rotary is not None),
         }
         if options.rotary is not None:
-            inputs += [options.rotary.cos, options.rotary.sin, call.inputs["position_ids"]]
+            tables = (options.rotary.cos.to(query.dtype), options.rotary.sin.to(query.dtype))
+            inputs += [*tables, call.inputs["position_ids"]]
             attributes["rotary_interleaved"] = int(options.rotary.style == "interleaved")
         if options.window is not None and options.window < self._capacity:
             attributes["local_window_size"] = options.window

@@ -54,14 +54,16 @@ class TensorrtDialect:
 
 
 def _rotate(x: torch.Tensor, rotary: Rotary, position_ids: torch.Tensor) -> torch.Tensor:
+    """Rotate in fp32: tables in half precision would lose what tells far positions apart."""
     size = 2 * rotary.cos.shape[-1]
     attributes: dict[str, Any] = {"interleaved": int(rotary.style == "interleaved")}
     if size < x.shape[-1]:
         attributes["rotary_embedding_dim"] = size
-    return torch.onnx.ops.symbolic(
-        "RotaryEmbedding", [x, rotary.cos, rotary.sin, position_ids], attributes,
-        dtype=x.dtype, shape=x.shape,
+    rotated = torch.onnx.ops.symbolic(
+        "RotaryEmbedding", [x.float(), rotary.cos, rotary.sin, position_ids], attributes,
+        dtype=torch.float32, shape=x.shape,
     )  # fmt: skip
+    return rotated.to(x.dtype)
 
 
 def _store(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

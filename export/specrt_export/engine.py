@@ -242,7 +242,8 @@ def _prove_structure(
     with _in_fp32_arithmetic(request, path) as runner:
         logits = [parity.graph_logits(runner, ids, request.profile) for ids in texts]
     measured = parity.compare(rounded, logits, texts)
-    parity.check(measured, "fp32", f"{request.checkpoint.name} with rounded weights")
+    bounds = parity.STRUCTURE_BOUNDS[request.profile.float_type]
+    parity.check(measured, bounds, f"{request.checkpoint.name} with rounded weights")
 
 
 @contextlib.contextmanager
@@ -282,7 +283,8 @@ def _measure(
     profile = request.profile
     measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     rounds_kv_alone = profile.precision == "fp32" and profile.kv_precision == "int8"
-    parity.check(measured, "int8" if rounds_kv_alone else profile.precision, request.checkpoint.name)
+    bounds = parity.BOUNDS["int8" if rounds_kv_alone else profile.precision]
+    parity.check(measured, bounds, f"{request.checkpoint.name} at {profile.precision}")
     widths = sorted({*profile.verify_widths, profile.prefill_width})
     exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)
     ladder = exact.ladder(profile.verify_widths)

@@ -28,8 +28,8 @@ class RotaryTable(nn.Module):
 
     A model with one set of angles per layer type (Gemma 3) gets one pair of tables per type. Rows from `capacity` to
     `slots` repeat the last one: only padded positions reach them. `apply` is the model's function that rotates query
-    and key; `fused` tells whether the attention operator can do the same from `rotary(...)`. Tables are computed in
-    fp32 and kept in `dtype`, the type of query and key.
+    and key; `fused` tells whether the attention operator can do the same from `rotary(...)`. `dtype` is the type
+    of query and key, which the model's own rotation is done in; tables for the operator are in fp32.
     """
 
     def __init__(
@@ -37,7 +37,6 @@ class RotaryTable(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._dtype = dtype
         self._fused: dict[str, RotaryStyle] = {}
         self.seen: dict[int, tuple[torch.Tensor, str]] = {}
         positions, hidden = torch.arange(capacity)[None], torch.zeros(1, 1, 1)
@@ -45,7 +44,7 @@ class RotaryTable(nn.Module):
             extra = {"layer_type": kind} if kind else {}
             pair = original(hidden, position_ids=positions, **extra)
             cos, sin = (torch.cat([t[0], t[0][-1:].expand(slots - capacity, -1)]).float() for t in pair)
-            self._add(kind, "cos", "sin", cos, sin)
+            self._add(kind, "cos", "sin", cos.to(dtype), sin.to(dtype))
             match = match_formula(apply, cos, sin, head_dim=head_dim)
             if match is not None:
                 self._fused[kind] = match.style
@@ -65,8 +64,8 @@ class RotaryTable(nn.Module):
         return Rotary(self.get_buffer(f"half_cos_{kind}"), self.get_buffer(f"half_sin_{kind}"), self._fused[kind])
 
     def _add(self, kind: str, cos_name: str, sin_name: str, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self.register_buffer(f"{cos_name}_{kind}", cos.to(self._dtype).contiguous(), persistent=False)
-        self.register_buffer(f"{sin_name}_{kind}", sin.to(self._dtype).contiguous(), persistent=False)
+        self.register_buffer(f"{cos_name}_{kind}", cos.contiguous(), persistent=False)
+        self.register_buffer(f"{sin_name}_{kind}", sin.contiguous(), persistent=False)
 
 
 def match_formula(apply: Apply, cos: torch.Tensor, sin: torch.Tensor, *, head_dim: int) -> Rotary | None:

@@ -118,7 +118,7 @@ def test_make_export_names_the_folder_after_the_model(tmp_path: Path, model: str
     assert f'export "{model}" --out "{out}"' in shown
 
 
-@pytest.mark.parametrize("option", [["--precision", "fp16"], ["--add-to", "/no/such/folder"], ["--capcity", "3"]])
+@pytest.mark.parametrize("option", [["--precision", "fp8"], ["--add-to", "/no/such/folder"], ["--capcity", "3"]])
 def test_a_wrong_option_is_named(tmp_path: Path, option: list[str]) -> None:
     result = run("export", "model", "-o", tmp_path / "out", *option)
     assert result.exit_code != 0

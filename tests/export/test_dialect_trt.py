@@ -137,14 +137,20 @@ def test_an_export_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--precision", "int4"], "expected --precision fp32 for --dialect tensorrt, found int4: other precisions are"),
-        (["--precision", "int8"], "expected --precision fp32 for --dialect tensorrt, found int8"),
-        (["--kv-precision", "int8"], "expected --kv-precision fp32 for --dialect tensorrt, found int8"),
-        (["--draft", "no-such-model"], "expected --draft-precision fp32 for --dialect tensorrt, found int4"),
+        (["tensorrt", "--kv-precision", "int8"], "expected --kv-precision same for --dialect tensorrt, found int8"),
+        (["ort", "--precision", "bf16"], "expected --precision fp32, fp16, int8 or int4 for --dialect ort, found bf16"),
+        (
+            ["ort", "--draft", "no-such-model", "--draft-precision", "bf16"],
+            "expected --draft-precision fp32, fp16, int8 or int4 for --dialect ort, found bf16",
+        ),
+        (
+            ["tensorrt", "--precision", "fp16", "--kv-precision", "fp32"],
+            "profile cpu: kv_precision: expected same or int8 beside precision fp16, found fp32",
+        ),
     ],
 )
-def test_what_the_dialect_does_not_have_yet_is_refused_first(tmp_path: Path, options: list[str], text: str) -> None:
-    arguments = ["export", "no-such-model", "-o", str(tmp_path / "out"), "--dialect", "tensorrt", *options]
+def test_what_a_dialect_does_not_have_is_refused_first(tmp_path: Path, options: list[str], text: str) -> None:
+    arguments = ["export", "no-such-model", "-o", str(tmp_path / "out"), "--dialect", *options]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {text}")
@@ -152,13 +158,74 @@ def test_what_the_dialect_does_not_have_yet_is_refused_first(tmp_path: Path, opt
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_a_family_in_half_precision_is_within_its_bounds(tmp_path: Path, family: str, precision: str) -> None:
+    """gemma2's norms have weights in fp32, and its attention is decomposed."""
+    profile = tiny.profile(dialect="tensorrt", precision=precision)
+    artifact = tiny.export_tiny(tiny.make_model(family, tmp_path / "source"), tmp_path / "artifact", profile=profile)
+    target = read_manifest(artifact).target
+    assert 1e-9 < target.parity.mean_kl <= BOUNDS[target.precision].mean_kl
+    assert target.exact_widths == PROFILE.verify_widths
+    kinds = {tensor.name.partition(".")[0]: tensor.dtype for tensor in (*target.inputs, *target.outputs)}
+    buffers = {kinds[f"{when}_{what}"] for when in ("past", "present") for what in ("key", "value")}
+    assert buffers == {profile.float_type}
+    assert kinds["logits"] == "float32"
+    lint_tensorrt(ir.load(artifact / "target.onnx"))
+    onnx.checker.check_model(artifact / "target.onnx", full_check=True)
+
+
+@pytest.fixture(scope="module")
+def half_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama in fp16, with itself at int4 as draft."""
+    profile = tiny.profile(dialect="tensorrt", precision="fp16")
+    out = tmp_path_factory.mktemp("half") / "tiny"
+    return tiny.export_tiny(tiny_source, out, draft=str(tiny_source), profile=profile)
+
+
+def test_half_precision_is_exact_by_rows_and_lossless(half_artifact: Path, machine_cache: Path) -> None:
+    graph = runner(half_artifact)
+    whole = logits(graph, 60)
+    for width in (2, 6, 16):
+        np.testing.assert_array_equal(logits(graph, width), whole)
+    graph(IDS[30:46], 16, 16)  # rejected
+    np.testing.assert_array_equal(graph(IDS[16:20], 16, 4), whole[16:20])
+    tiny.assert_lossless(half_artifact, machine_cache)
+
+
+def test_a_draft_has_its_own_precision_in_this_dialect_too(half_artifact: Path) -> None:
+    manifest = read_manifest(half_artifact)
+    assert [(e.dialect, e.precision) for e in manifest.engines.values()] == [("tensorrt", "fp16"), ("tensorrt", "int4")]
+
+
+def test_weights_beyond_the_range_of_half_precision_are_refused(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = tiny.make_model("llama", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.tensor(1e5)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"down_proj.*beyond the range of float16: choose bf16 or fp32"):
+        tiny.export_tiny(source, tmp_path / "out", profile=tiny.profile(dialect="tensorrt", precision="fp16"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_ort_dialect_has_fp16_too(tiny_source: Path, tmp_path: Path) -> None:
+    artifact = tiny.export_tiny(tiny_source, tmp_path / "out", profile=tiny.profile(precision="fp16"))
+    target = read_manifest(artifact).target
+    assert 1e-9 < target.parity.mean_kl <= BOUNDS["fp16"].mean_kl
+    assert {tensor.dtype for tensor in target.inputs if tensor.name.startswith("past_")} == {"float16"}
+    tiny.assert_lossless(artifact, tmp_path / "machine")
+
+
 def test_a_draft_that_is_added_has_the_dialect_of_the_artifact(tensorrt_artifact: Path, tmp_path: Path) -> None:
     from specrt_export.artifact import ExportRequest, export
     from specrt_export.progress import Progress
 
     request = ExportRequest(
-        model=None, draft="no-such-model", profile=tiny.TINY_PROFILE, out=tmp_path / "out", cache_dir=tmp_path,
-        add_to=tensorrt_artifact,
+        model=None, draft="no-such-model", profile=tiny.profile(draft_precision="bf16"), out=tmp_path / "out",
+        cache_dir=tmp_path, add_to=tensorrt_artifact,
     )  # fmt: skip
-    with pytest.raises(ExportError, match="expected --draft-precision fp32 for --dialect tensorrt, found int4"):
+    with pytest.raises(ExportError, match="no-such-model"):  # bf16 itself is refused in the other dialect
         export(request, Progress(stream=io.StringIO()))

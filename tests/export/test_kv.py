@@ -95,8 +95,8 @@ def test_the_proof_of_the_structure_runs_with_float_buffers(
     twins: list[Path] = []
     write = graph.save_in_fp32_arithmetic
 
-    def keep(model: Any, path: Path) -> None:
-        write(model, path)
+    def keep(written: Path, path: Path, *, rounded: bool) -> None:
+        write(written, path, rounded=rounded)
         twins.append(path.rename(path.with_name("kept.onnx")))
         profile = replace(PROFILE, kv_precision="fp32")
         spec = read_manifest(artifact).target

@@ -148,6 +148,11 @@ def dequantize(zero: int | None, dtype: ir.DataType) -> Callable[[Block], None]:
     return change
 
 
+def integers_gathered_from(b: Block) -> None:
+    table = b.constant(np.zeros((4, 16), np.int8))
+    b.add("Gather", [table, b.inputs["write_indices"]])
+
+
 def top_k(k: int) -> Callable[[Block], None]:
     return lambda b: setattr(b, "made", b.add("TopK", [b.inputs["q"], b.constant(np.array([k]))]))
 
@@ -166,6 +171,7 @@ ATTENTION, SCATTER, ROTARY = (
     r"RotaryEmbedding \(",
 )
 REFUSED: dict[str, tuple[Callable[[Block], None], str]] = {
+    "integers": (integers_gathered_from, "weight constant: only DequantizeLinear may read int8, found \\['Gather'\\]"),
     "past key": (later_input(4), f"{ATTENTION}: past_key is not taken: keep the cache with TensorScatter"),
     "past value": (later_input(5), f"{ATTENTION}: past_value is not taken"),
     "lengths": (later_input(6), f"{ATTENTION}: nonpad_kv_seqlen is ignored without a word: say it in the mask"),

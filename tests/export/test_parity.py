@@ -55,7 +55,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_a_distance_within_the_bounds_passes() -> None:
     for precision in BOUNDS:
-        check(Parity(**GOOD), precision, "model")
+        check(Parity(**GOOD), BOUNDS[precision], f"model at {precision}")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_distance_within_the_bounds_passes() -> None:
 )
 def test_a_distance_beyond_a_bound_is_an_error_with_both_numbers(precision: Any, change: Any, text: str) -> None:
     with pytest.raises(ExportError, match=f"^model at {precision} does not match its source: .*{text}"):
-        check(Parity(**{**GOOD, **change}), precision, "model")
+        check(Parity(**{**GOOD, **change}), BOUNDS[precision], f"model at {precision}")
 
 
 def test_the_graph_is_called_as_a_generation_would_call_it() -> None:
@@ -174,7 +174,7 @@ def test_a_wrong_structure_fails_the_export_at_every_precision(
         return right(self, call, layer, qkv, replace(options, scale=options.scale * 1.05))
 
     monkeypatch.setattr(OrtDialect, "attention", wrong)
-    with pytest.raises(ExportError, match="with rounded weights at fp32 does not match its source"):
+    with pytest.raises(ExportError, match="with rounded weights does not match its source"):
         tiny.export_tiny(tiny_source, tmp_path / "out", profile=tiny.profile(precision=precision))
     assert not list(tmp_path.iterdir())
 

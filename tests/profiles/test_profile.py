@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_file_needs_no_suffix_and_may_state_its_name(tmp_path: Path) -> None:
         ("verify_widths = [2, 2]", "verify_widths: expected rising even numbers from 2 on, found [2, 2]"),
         ("verify_widths = [0, 2]", "verify_widths: expected rising even numbers from 2 on, found [0, 2]"),
         ("batch_size = 2", "batch_size: only 1 is supported, found 2"),
-        ('precision = "fp16"', "mine.toml.precision: expected one of fp32, int8, int4, found 'fp16'"),
+        ('precision = "fp8"', "mine.toml.precision: expected one of fp32, fp16, bf16, int8, int4, found 'fp8'"),
         ('dialect = "trt"', "mine.toml.dialect: expected one of ort, tensorrt, found 'trt'"),
         ("draft_precision = 4", "mine.toml.draft_precision: expected one of fp32, int8, int4, found 4"),
         ("num_draft_tokens = 16", "num_draft_tokens: expected 0 to 15, the widest verify width less one, found 16"),
@@ -134,3 +135,22 @@ def test_kv_slots_hold_a_padded_call_at_the_last_position() -> None:
 def test_the_ladder_bounds_the_number_of_draft_tokens() -> None:
     assert Profile(name="a", verify_widths=(2, 6)).max_draft_tokens == 5
     assert Profile(name="a", verify_widths=(2, 6), num_draft_tokens=0).num_draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("dialect", "precision", "floats"),
+    [
+        ("ort", "fp32", "float32"), ("ort", "fp16", "float16"), ("ort", "int8", "float32"), ("ort", "int4", "float32"),
+        ("tensorrt", "bf16", "bfloat16"), ("tensorrt", "int8", "float16"), ("tensorrt", "int4", "float16"),
+    ],
+)  # fmt: skip
+def test_buffers_have_the_type_that_the_graph_computes_in(dialect: Any, precision: Any, floats: str) -> None:
+    profile = Profile(name="mine", dialect=dialect, precision=precision)
+    assert (profile.float_type, profile.kv_type) == (floats, floats)
+    assert Profile(name="mine", dialect=dialect, precision=precision, kv_precision="int8").kv_type == "int8"
+
+
+def test_fp32_buffers_beside_half_precision_are_refused() -> None:
+    with pytest.raises(ProfileError, match="kv_precision: expected same or int8 beside precision fp16, found fp32"):
+        Profile(name="mine", precision="fp16", kv_precision="fp32")
+    assert Profile(name="mine", precision="int8", kv_precision="fp32").kv_type == "float32"
