@@ -17,7 +17,7 @@ from specrt_profiles.tensors import ROWS, WIDTH, TensorSpec
 
 _MODULES: Mapping[BuilderName, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64"}
-_UNREAD = "Unused Input"  # how the parser says that it dropped something
+_UNREAD = "Unused Input"  # the warning about an input that nothing is computed from
 
 
 class PlanError(ExportError):
@@ -72,6 +72,8 @@ class Builder:
             raise monitor.interrupted
         if plan is None:
             raise PlanError(f"{graph}: {self._name}: {self._log.first() or 'no plan'}")
+        if dropped := [text for text in self._log.warnings if _UNREAD in text]:
+            raise PlanError(f"{graph}: {self._name} would ignore an input: {_line(dropped[0])}")
         self._save_timing_cache(config)
         return plan
 
@@ -80,8 +82,6 @@ class Builder:
         if not parser.parse_from_file(str(graph)):
             errors = [parser.get_error(i).desc() for i in range(parser.num_errors)]
             raise PlanError(f"{graph}: {self._name} does not take it: {_line(*errors)}")
-        if dropped := [text for text in self._log.warnings if _UNREAD in text]:
-            raise PlanError(f"{graph}: {self._name} would ignore an input: {_line(dropped[0])}")
 
     def _check_tensors(self, network: Any, spec: EngineSpec, graph: Path) -> None:
         """Compare names, types, shapes and aliases with the contract."""

@@ -68,6 +68,8 @@ def finish(
     _widen_mixed_norms(model.graph)
     _drop_idle_reshapes(model.graph)
     _remove_unused(model)  # what nobody reads would count as a reader
+    for node in model.graph:
+        node.metadata_props.clear()  # torch keeps stack traces there, with the paths of this machine
     pack_products(model.graph)
     dequantize_before_products(model.graph)
     _remove_unused(model)
