@@ -16,7 +16,8 @@ import specrt
 from copies import copy_artifact, edit_manifest, refresh
 from specrt import SpecRTError, engine_ort
 from specrt.engine import open_engine
-from specrt.engine_ort import OrtEngine, _Call
+from specrt.engine_bound import CallInputs, input_types
+from specrt.engine_ort import OrtEngine
 from specrt.errors import EngineError, ManifestError, MissingExtraError
 from specrt_profiles.manifest import EngineSpec, read_manifest
 
@@ -225,9 +226,9 @@ def test_the_capacity_is_guarded_before_the_call(engine: OrtEngine) -> None:
     ("start", "positions"), [(0, [0, 1, 2, 3]), (60, [60, 61, 62, 63]), (126, [126, 127, 127, 127])]
 )
 def test_a_call_is_described_by_a_few_integers(start: int, positions: list[int]) -> None:
-    call = _Call(4, np.zeros((4, 384), np.float32))
+    call = CallInputs({name: np.ones(shape, dtype) for name, (shape, dtype) in input_types(4, 4).items()})
     call.set([7, 8], start, CAPACITY - 1)
-    inputs = call.inputs()
+    inputs = call.arrays
     assert inputs["input_ids"].tolist() == [[7, 8, 0, 0]]
     assert inputs["position_ids"].tolist() == [positions]
     assert inputs["seqlens_k"].tolist() == [start + 3]

@@ -1,0 +1,167 @@
+"""What all engines share that run one graph in calls of fixed shapes: which call, which positions, how much fits.
+
+A call of `width` tokens with logits of `num_rows` of them is bound once, to arrays that a step writes a few integers
+into; see `specrt_profiles.tensors` for what they are.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt.errors import EngineError
+from specrt_profiles.manifest import EngineSpec
+
+Array = NDArray[Any]
+
+
+def input_types(width: int, num_rows: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and element type of a call's small inputs by name; a graph has those of its dialect."""
+    return {
+        "input_ids": ((1, width), "int64"),
+        "position_ids": ((1, width), "int64"),
+        "seqlens_k": ((1,), "int32"),
+        "total_sequence_length": ((), "int32"),
+        "write_indices": ((1,), "int64"),
+        "logits_indices": ((num_rows,), "int64"),
+    }
+
+
+class CallInputs:
+    """The small inputs of one call shape, in arrays of `input_types` that whoever runs the call has made and bound."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = arrays
+        self._steps = np.arange(arrays["input_ids"].shape[1])
+        for array in arrays.values():
+            array[...] = 0
+        arrays["logits_indices"][:] = np.arange(len(arrays["logits_indices"]))
+
+    def set(self, token_ids: Sequence[int], start: int, last_position: int) -> None:
+        """Describe a call of `token_ids` from `start` on; padded rows keep whatever ids they have."""
+        arrays, end = self.arrays, start + len(self._steps)
+        arrays["input_ids"][0, : len(token_ids)] = token_ids
+        positions = arrays["position_ids"]
+        np.add(self._steps, start, out=positions[0])
+        np.minimum(positions, last_position, out=positions)
+        arrays["total_sequence_length"][...] = end
+        arrays["seqlens_k"][0] = end - 1
+        arrays["write_indices"][0] = start
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCall:
+    """A call shape that is ready to run.
+
+    `run(n)` reads the inputs and leaves at least the first n rows of `logits` [num_rows, V] behind.
+    """
+
+    inputs: CallInputs
+    logits: NDArray[np.float32]
+    run: Callable[[int], None]
+
+
+class BoundEngine(abc.ABC):
+    """An engine whose calls are bound once; see `Engine` for the contract.
+
+    platform: engine, version and device, for keys of measured facts.
+    """
+
+    takes_trees = False
+
+    def __init__(self, spec: EngineSpec, *, platform: str, decode_width: int = 1) -> None:
+        self.platform = platform
+        self.vocab_size = spec.vocab_size
+        self.capacity = spec.capacity
+        self.verify_widths = spec.verify_widths
+        self.kv_length = 0
+        self._call_start = 0
+        self._prefill_width, self._decode_width = spec.prefill_width, decode_width
+        self._calls: dict[tuple[int, int], BoundCall] = {}
+        self._closed = False
+
+    def prefill(self, token_ids: Sequence[int]) -> None:
+        """Feed tokens in chunks of the prefill width, the last one padded."""
+        for start in range(0, len(token_ids), self._prefill_width):
+            self._run(token_ids[start : start + self._prefill_width], self._prefill_width, num_rows=0)
+
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+        """Feed n tokens in the smallest verify width that holds them; return a view of their logits [n, V]."""
+        if parents is not None:
+            raise EngineError("expected a chain, found a tree: this engine takes none")
+        width = next((w for w in self.verify_widths if w >= len(token_ids)), None)
+        if width is None:
+            raise EngineError(f"expected at most {self.verify_widths[-1]} tokens to verify, found {len(token_ids)}")
+        return self._run(token_ids, width, num_rows=width)
+
+    def decode(self, token_id: int) -> NDArray[np.float32]:
+        """Feed one token in a call of width 1; return a view of its logits [V]."""
+        logits: NDArray[np.float32] = self._run((token_id,), self._decode_width, num_rows=self._decode_width)[0]
+        return logits
+
+    def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
+        """Feed tokens at positions start, ... in a call of `width`; return their logits [n, V] (to measure)."""
+        self.rollback(start)
+        return self._run(token_ids, width, num_rows=width)
+
+    def rollback(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        if not 0 <= length <= self.kv_length:
+            raise EngineError(f"expected to roll back to 0 .. {self.kv_length} tokens, found {length}")
+        self.kv_length = length
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, rising, of the last call; those after the first gap are copied into their places."""
+        start, count = self._call_start, self.kv_length - self._call_start
+        if not all(a < b for a, b in zip((-1, *rows), (*rows, count), strict=True)):
+            raise EngineError(f"expected rising rows of the {count} of the last call, found {tuple(rows)}")
+        places = [start + place for place, row in enumerate(rows) if place != row]
+        if places:
+            self._move([start + row for row in rows[-len(places) :]], places)
+        self.rollback(start + len(rows))
+
+    def close(self) -> None:
+        """Release everything. Safe to call again."""
+        if not self._closed:
+            self._closed = True
+            self._calls.clear()
+            self._release()
+
+    def _run(self, token_ids: Sequence[int], width: int, *, num_rows: int) -> NDArray[np.float32]:
+        """Feed tokens behind `kv_length`; return a view of their logits, of as many as there are rows."""
+        if self._closed:
+            raise EngineError("the engine is closed: load the artifact again")
+        end = self.kv_length + len(token_ids)
+        if end > self.capacity:
+            raise EngineError(f"expected at most {self.capacity} tokens in the KV buffers, found {end}")
+        call = self._calls.get((width, num_rows))
+        if call is None:
+            call = self._calls[width, num_rows] = self._bind(width, num_rows)
+        call.inputs.set(token_ids, self.kv_length, self.capacity - 1)
+        call.run(len(token_ids))
+        self._call_start, self.kv_length = self.kv_length, end
+        return call.logits[: len(token_ids)]
+
+    @abc.abstractmethod
+    def _bind(self, width: int, num_rows: int) -> BoundCall:
+        """Prepare a call shape; raises `EngineError` for one that there is not."""
+
+    def _move(self, slots: Sequence[int], places: Sequence[int]) -> None:
+        """Copy the KV of some slots to others; only what takes trees needs it."""
+        raise EngineError(f"expected the first rows of a call, found a gap before slot {slots[0]}: no trees here")
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Release what the engine holds; its calls are gone already."""
+
+
+def kv_tensors(spec: EngineSpec) -> list[tuple[str, str, tuple[int, ...], str]]:
+    """Return past name, present name, shape and element type of every KV buffer."""
+    past = [tensor for tensor in spec.inputs if tensor.name.startswith("past_")]
+    present = [tensor for tensor in spec.outputs if tensor.name.startswith("present_")]
+    return [
+        (a.name, b.name, tuple(int(dim) for dim in a.shape), a.dtype) for a, b in zip(past, present, strict=True)
+    ]
