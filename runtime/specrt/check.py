@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrt.engine import Engine, open_engine
+from specrt.engine import Engine, measurable_widths, open_engine
 from specrt_profiles.exactness import Exactness, find_exact_widths
 from specrt_profiles.manifest import EngineSpec, check_hashes, read_manifest
 from specrt_profiles.reference import ReferenceText, read_reference
@@ -72,16 +72,17 @@ class CheckReport:
         return {"artifact": self.artifact, "num_files": self.num_files, "engines": engines, "problems": self.problems}
 
 
-def check_artifact(folder: Path, *, threads: int | None = None) -> CheckReport:
+def check_artifact(folder: Path, *, device: str | None = None, threads: int | None = None) -> CheckReport:
     """Verify every hash, replay the reference of every engine, and group call widths by the bits they give.
 
-    Raises `ManifestError` for a damaged artifact; a distance that is too large is reported, not raised.
+    device and threads are those of `specrt.load`. Raises `ManifestError` for a damaged artifact; a distance that is too
+    large is reported, not raised.
     """
     manifest = read_manifest(folder)
     check_hashes(folder, manifest)
     engines = []
     for name, spec in manifest.engines.items():
-        engine = open_engine(folder, spec, threads=threads)
+        engine = open_engine(folder, spec, threads=threads, device=device)
         try:
             engines.append(_check_engine(name, engine, spec, folder))
         finally:
@@ -109,8 +110,9 @@ def _distances(engine: Engine, spec: EngineSpec, folder: Path) -> tuple[NDArray[
 
 def _check_engine(name: str, engine: Engine, spec: EngineSpec, folder: Path) -> EngineCheck:
     diffs, kls, same = _distances(engine, spec, folder)
-    widths = sorted({*spec.verify_widths, spec.prefill_width})
-    exact: Exactness = find_exact_widths(engine.forward, widths, vocab_size=engine.vocab_size, capacity=engine.capacity)
+    exact: Exactness = find_exact_widths(
+        engine.forward, measurable_widths(spec), vocab_size=engine.vocab_size, capacity=engine.capacity
+    )
     return EngineCheck(
         name=name, num_rows=len(kls), max_abs_diff=float(diffs.max()), mean_kl=float(kls.mean()),
         top1_agreement=float(same.mean()), exported_max_abs_diff=spec.parity.max_abs_diff,

@@ -81,11 +81,12 @@ Examples:
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, even if the artifact has a chat template.")
 @click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities and the N best alternatives.")
 @options.sampling
+@options.device
 @options.threads
 @options.as_json
 def generate(
-    artifact: Path, prompt: str | None, prompt_file: Path | None, system: str | None, raw: bool, threads: int | None,
-    as_json: bool, **sampling: Any,
+    artifact: Path, prompt: str | None, prompt_file: Path | None, system: str | None, raw: bool, device: str | None,
+    threads: int | None, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Generate from PROMPT (standard input if it is - or left out).
 
@@ -96,7 +97,7 @@ def generate(
     if sampling["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json")
     text = options.read_prompt(prompt, prompt_file)
-    with load(artifact, threads=threads) as model:
+    with load(artifact, device=device, threads=threads) as model:
         chat = model.tokenizer.has_chat_template and not raw
         if system is not None and not chat:
             raise click.UsageError("--system needs the chat template of an artifact that has one, without --raw")
@@ -111,14 +112,17 @@ Examples:
 @options.artifact
 @click.option("--system", help="System message.")
 @options.sampling
+@options.device
 @options.threads
 @options.as_json
-def chat(artifact: Path, system: str | None, threads: int | None, as_json: bool, **sampling: Any) -> None:
+def chat(
+    artifact: Path, system: str | None, device: str | None, threads: int | None, as_json: bool, **sampling: Any
+) -> None:
     """Talk with the model, one message per line; /reset starts over, an empty line or the end of input leaves."""
     from specrt.language_model import load
 
     given = options.given(sampling)
-    with load(artifact, threads=threads) as model:
+    with load(artifact, device=device, threads=threads) as model:
         messages: list[dict[str, str]] = []
         turn = 0
         while text := options.read_line(prompt=not as_json):
@@ -142,15 +146,17 @@ def chat(artifact: Path, system: str | None, threads: int | None, as_json: bool,
 @main.command(epilog="""\b
 Examples:
   specrt check artifacts/smollm2-135m
-  specrt check artifacts/smollm2-135m --threads 1 --json""")  # fmt: skip
+  specrt check artifacts/smollm2-135m --threads 1 --json
+  specrt check artifacts/smollm2-135m-trt --device cuda:0""")  # fmt: skip
 @options.artifact
+@options.device
 @options.threads
 @options.as_json
-def check(artifact: Path, threads: int | None, as_json: bool) -> None:
+def check(artifact: Path, device: str | None, threads: int | None, as_json: bool) -> None:
     """Verify an artifact on this machine: hashes, reference logits, and which call widths give the same bits."""
     from specrt.check import check_artifact
 
-    report = check_artifact(artifact, threads=threads)
+    report = check_artifact(artifact, device=device, threads=threads)
     click.echo(json.dumps(report.to_dict()) if as_json else _check_page(report))
     for problem in report.problems:
         click.echo(f"error: {problem}", err=True)

@@ -41,11 +41,13 @@ Examples:
 )
 @click.option("--drafter", multiple=True, help="Measure this one; repeatable.  [default: all of the artifact]")
 @options.settings
+@options.device
 @options.threads
 @options.as_json
 def bench(
     artifact: Path, prompts: Path | None, limit: int | None, ks: list[Any], repeats: int | None, raw: bool,
-    engine: bool, context: int | None, plot: Path | None, threads: int | None, as_json: bool, **sampling: Any,
+    engine: bool, context: int | None, plot: Path | None, device: str | None, threads: int | None, as_json: bool,
+    **sampling: Any,
 ) -> None:  # fmt: skip
     """Compare plain decoding and drafters at several k on a prompt file (a small built-in set if none is given).
 
@@ -70,7 +72,7 @@ def bench(
     repeats = repeats or 3
     ks = ks or ([given.pop("k")] if "k" in given else [3, 5, 9])
     texts = load_prompts(prompts, limit=limit)
-    with load(artifact, threads=threads) as model:
+    with load(artifact, device=device, threads=threads) as model:
         drafters = given.pop("drafter", tuple(model.manifest.all_drafters))
         with options.progress(num_runs(len(texts), drafters, ks, repeats)) as advance:
             rows = run_bench(

@@ -17,6 +17,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 artifact = click.argument("artifact", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+device = click.option(
+    "--device", metavar="NAME", help="cpu, or cuda:N for a GPU.  [default: cpu, for a TensorRT plan cuda:0]"
+)
 threads = click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: one per physical core]")
 
 

@@ -1,5 +1,6 @@
 """What the loop and the drafters need of an inference engine."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -7,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specrt.errors import EngineError
 from specrt_profiles.manifest import EngineSpec
 
 
@@ -14,9 +16,11 @@ class Engine(Protocol):
     """A model with KV buffers for one sequence.
 
     `kv_length` tokens are in the buffers; every call feeds tokens behind them. Logits are views of the engine's
-    own output buffer, valid until its next call.
+    own output buffer, valid until its next call. `platform` names engine, version and device, for keys of measured
+    facts.
     """
 
+    platform: str
     vocab_size: int
     capacity: int
     kv_length: int
@@ -36,11 +40,17 @@ class Engine(Protocol):
         ...
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
-        """Feed one token in a call of width 1, which may round differently from verify; return its logits [V]."""
+        """Feed one token in a call of width 1, which may round differently from verify; return its logits [V].
+
+        A plan without a call of width 1 takes its narrowest.
+        """
         ...
 
     def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
-        """Feed tokens at positions start, ... in a call of any width; return their logits [n, V] (to measure)."""
+        """Feed tokens at positions start, ... in a call of any width; return their logits [n, V] (to measure).
+
+        A plan has the widths it was built with.
+        """
         ...
 
     def rollback(self, length: int) -> None:
@@ -59,11 +69,46 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(folder: Path, spec: EngineSpec, *, threads: int | None) -> Engine:
-    """Open the engine that `spec` describes, with its default verify widths.
+def open_engine(folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None) -> Engine:
+    """Open the engine that `spec` describes on a device, with its default verify widths.
 
-    threads: None for one per physical core. Raises `EngineError` or `MissingExtraError`.
+    threads: of the CPU, None for one per physical core. device: see `resolve_device`. Raises `EngineError` or
+    `MissingExtraError`.
     """
+    index = _gpu_index(resolve_device(spec, device))
+    if spec.plan is not None:
+        from specrt.engine_trt import open_plan
+
+        assert index is not None
+        return open_plan(folder, spec, index=index)
+    if index is not None:
+        from specrt.engine_ort_cuda import open_on_cuda
+
+        return open_on_cuda(folder, spec, index=index)
     from specrt.engine_ort import OrtEngine
 
     return OrtEngine(folder, spec, threads=threads)
+
+
+def resolve_device(spec: EngineSpec, device: str | None) -> str:
+    """Return where an engine runs: `cpu` or `cuda:N`; None stands for `cuda:0` for a TensorRT plan, else for `cpu`."""
+    if device is None:
+        return "cpu" if spec.plan is None else "cuda:0"
+    if device != "cpu" and _gpu_index(device) is None:
+        raise EngineError(f"device: expected cpu or cuda:N (cuda:0 is the first GPU), found {device!r}")
+    if device == "cpu" and spec.plan is not None:
+        raise EngineError(
+            f"device: expected cuda:N, found cpu: {spec.file} is a TensorRT plan; on the CPU, load the artifact it was "
+            "made of"
+        )
+    return device
+
+
+def measurable_widths(spec: EngineSpec) -> list[int]:
+    """Return the call widths of which every row's logits can be had: a plan's prefill gives none."""
+    return sorted({*spec.verify_widths, *([spec.prefill_width] if spec.plan is None else [])})
+
+
+def _gpu_index(device: str) -> int | None:
+    number = re.fullmatch(r"cuda:(0|[1-9][0-9]{0,3})", device)
+    return int(number[1]) if number else None

@@ -18,7 +18,6 @@ import numpy as np
 from specrt.bandwidth import MemoryReader, num_cores
 from specrt.engine import Engine, open_engine
 from specrt.engine_costs import CallCost, EngineFacts, EngineReport, break_even
-from specrt.engine_ort import engine_version
 from specrt.errors import RequestError
 from specrt.inspect import kv_bytes
 from specrt.language_model import LanguageModel
@@ -59,8 +58,12 @@ def run_engine_bench(
 
     threads: those the artifact was loaded with. context: tokens in the KV buffers where rows are compared, None for 256
     or half the capacity. `on_round` is called after each of `num_rounds` rounds. Raises `RequestError` for a context
-    that leaves no room for the widest verify call.
+    that leaves no room for the widest verify call, or a model on a GPU.
     """
+    if model.device != "cpu":
+        raise RequestError(
+            f"expected an artifact loaded on the CPU, found {model.device}: floors come from this machine's main memory"
+        )
     manifest, ladder = model.manifest, model.target.verify_widths
     capacity = min(spec.capacity for spec in manifest.engines.values())
     context = resolve_context(context, widest=ladder[-1], capacity=capacity)
@@ -78,8 +81,8 @@ def run_engine_bench(
     calls = [cost for subject in subjects for cost in call_costs(subject, ladder[0], gb_per_s)]
     seconds = {(cost.engine, cost.rows): cost.seconds for cost in calls if cost.context == context}
     return EngineReport(
-        machine=processor(), engine_version=engine_version(), threads=reader.threads, repeats=repeats, context=context,
-        verify_widths=ladder, read_bytes=reader.num_bytes, gb_per_s=gb_per_s,
+        machine=processor(), engine_version=model.target.platform, threads=reader.threads, repeats=repeats,
+        context=context, verify_widths=ladder, read_bytes=reader.num_bytes, gb_per_s=gb_per_s,
         engines=tuple(_facts(subject) for subject in subjects), calls=tuple(calls),
         break_even=break_even(seconds, ladder, {name: spec.engine for name, spec in manifest.all_drafters.items()}),
     )  # fmt: skip

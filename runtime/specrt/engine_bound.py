@@ -67,7 +67,7 @@ class BoundCall:
 class BoundEngine(abc.ABC):
     """An engine whose calls are bound once; see `Engine` for the contract.
 
-    platform: engine, version and device, for keys of measured facts.
+    decode_width: 1, or the narrowest there is.
     """
 
     takes_trees = False
@@ -98,7 +98,7 @@ class BoundEngine(abc.ABC):
         return self._run(token_ids, width, num_rows=width)
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
-        """Feed one token in a call of width 1; return a view of its logits [V]."""
+        """Feed one token in a call of the decode width; return a view of its logits [V]."""
         logits: NDArray[np.float32] = self._run((token_id,), self._decode_width, num_rows=self._decode_width)[0]
         return logits
 
@@ -127,7 +127,6 @@ class BoundEngine(abc.ABC):
         """Release everything. Safe to call again."""
         if not self._closed:
             self._closed = True
-            self._calls.clear()
             self._release()
 
     def _run(self, token_ids: Sequence[int], width: int, *, num_rows: int) -> NDArray[np.float32]:
@@ -155,13 +154,11 @@ class BoundEngine(abc.ABC):
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Release what the engine holds; its calls are gone already."""
+        """Release what the engine and its calls hold."""
 
 
 def kv_tensors(spec: EngineSpec) -> list[tuple[str, str, tuple[int, ...], str]]:
     """Return past name, present name, shape and element type of every KV buffer."""
     past = [tensor for tensor in spec.inputs if tensor.name.startswith("past_")]
     present = [tensor for tensor in spec.outputs if tensor.name.startswith("present_")]
-    return [
-        (a.name, b.name, tuple(int(dim) for dim in a.shape), a.dtype) for a, b in zip(past, present, strict=True)
-    ]
+    return [(a.name, b.name, tuple(int(dim) for dim in a.shape), a.dtype) for a, b in zip(past, present, strict=True)]

@@ -56,6 +56,7 @@ class OrtEngine(BoundEngine):
             buffer[:, :, places] = buffer[:, :, slots]
 
     def _release(self) -> None:
+        self._calls.clear()
         self._kv = []
         self._session = None
 
@@ -68,22 +69,34 @@ def engine_version() -> str:
     return f"onnxruntime {ort.__version__}"
 
 
-def _open_session(path: Path, threads: int | None) -> Any:
+def session_options(threads: int | None) -> Any:
+    """Return how sessions are set up on every device."""
     import onnxruntime as ort
 
-    if threads is not None and threads < 1:
-        raise EngineError(f"threads: expected 1 or more, or None for one per physical core, found {threads}")
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads or 0
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # threads sleep between calls
+    return options
+
+
+def refuse_both_builds() -> None:
+    """Raise `EngineError` if the packages for CPU and GPU are both installed."""
     if _both_installed():
         raise EngineError(
             "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: uninstall both, then "
             "install the one you need"
         )
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = threads or 0
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # threads sleep between calls
+
+
+def _open_session(path: Path, threads: int | None) -> Any:
+    import onnxruntime as ort
+
+    if threads is not None and threads < 1:
+        raise EngineError(f"threads: expected 1 or more, or None for one per physical core, found {threads}")
+    refuse_both_builds()
     try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
     except Exception as error:
         line = str(error).strip().splitlines()[0][:300]
         raise EngineError(f"{path}: ONNX Runtime {ort.__version__} cannot open it: {line}") from None
@@ -95,6 +108,7 @@ def _both_installed() -> bool:
 
 
 def check_contract(session: Any, spec: EngineSpec, path: Path) -> None:
+    """Raise `EngineError` where a session's inputs and outputs are not those of the manifest."""
     for what, found, wanted in (
         ("input", session.get_inputs(), spec.inputs),
         ("output", session.get_outputs(), spec.outputs),

@@ -15,11 +15,10 @@ from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.drafters.suffix import SuffixCache, SuffixDrafter
-from specrt.engine import Engine, open_engine
-from specrt.engine_ort import engine_version
+from specrt.engine import Engine, open_engine, resolve_device
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop
-from specrt.machine import MachineFile, default_cache_dir, measure_facts
+from specrt.machine import MachineFacts, MachineFile, default_cache_dir, measure_facts
 from specrt.requests import (
     Options,
     Prompt,
@@ -37,16 +36,23 @@ from specrt_profiles.generation import read_generation
 from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
 
 
-def load(path: str | Path, *, threads: int | None = None, cache_dir: str | Path | None = None) -> "LanguageModel":
+def load(
+    path: str | Path, *, device: str | None = None, threads: int | None = None, cache_dir: str | Path | None = None
+) -> "LanguageModel":
     """Open an artifact.
 
-    threads: CPU threads of each engine, None for one per physical core. cache_dir: where measurements about
-    this machine are kept (~/.cache/specrt/machine). The first load on a machine replays the reference logits and
-    finds out which call widths give the same bits, which takes some 150 engine calls. Raises `ManifestError`,
-    `TextError` or `EngineError` for a damaged artifact, or one whose logits are wrong on this machine;
-    `MissingExtraError` without an engine.
+    device: `cpu`, or `cuda:N` for GPU number N; None is the CPU, but `cuda:0` for a TensorRT plan, which runs nowhere
+    else. threads: CPU threads of each engine, None for one per physical core; without effect on a GPU. cache_dir: where
+    measurements about this machine are kept (~/.cache/specrt/machine). The first load on a machine replays the
+    reference logits and finds out which call widths give the same bits, which takes some 150 engine calls.
+
+    On a GPU each engine has one stream of its own and waits for it in every call; the GPU is current in the calling
+    thread only meanwhile, so any thread may call, and other users of CUDA in the process are not disturbed.
+
+    Raises `ManifestError`, `TextError` or `EngineError` for a damaged artifact, one whose logits are wrong on this
+    machine, or a device that cannot run it; `MissingExtraError` without an engine.
     """
-    return LanguageModel(Path(path), threads=threads, cache_dir=Path(cache_dir or default_cache_dir()))
+    return LanguageModel(Path(path), device=device, threads=threads, cache_dir=Path(cache_dir or default_cache_dir()))
 
 
 class LanguageModel:
@@ -59,15 +65,17 @@ class LanguageModel:
     """
 
     def __init__(
-        self, folder: Path, *, threads: int | None, cache_dir: Path, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+        self, folder: Path, *, device: str | None, threads: int | None, cache_dir: Path,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.manifest = read_manifest(folder)
         self.defaults = read_generation(folder)
         has_template = CHAT_TEMPLATE_FILE in self.manifest.files
         self.tokenizer = Tokenizer(folder, self.manifest.vocabulary, has_template=has_template)
         self._check_defaults()
-        self._threads, self._clock = threads, clock
+        self.device = resolve_device(self.manifest.target, device)
+        self._device, self._threads, self._clock = device, threads, clock
         self._engines: dict[str, Engine] = {}
         self.suffix_cache = SuffixCache()
         self._lock = threading.Lock()
@@ -75,12 +83,12 @@ class LanguageModel:
         self._closed = False
         self._stream: Callable[[], Stream | None] = lambda: None
         self.target = self._engine("target")
-        self.machine = MachineFile(folder, engine=engine_version(), threads=threads, cache_dir=cache_dir)
-        facts = self.machine.facts(lambda: measure_facts(self.target, self.manifest.target, folder, clock=clock))
-        if not facts.exact_widths:
-            raise EngineError(
-                f"{folder}: on this machine rows of a call influence each other at every width: not lossless"
-            )
+        self.machine = MachineFile(folder, engine=self.target.platform, threads=threads, cache_dir=cache_dir)
+        try:
+            facts = self._facts()
+        except BaseException:
+            self.target.close()
+            raise
         self.target.verify_widths = facts.exact_widths
         self.choice = facts.choice
         self._costs = CallCosts(facts.call_s)
@@ -197,10 +205,20 @@ class LanguageModel:
             return FixedController(how.k)
         return AdaptiveController(self._costs, first=how.k, max_step_s=(how.max_step_ms or math.inf) / 1e3)
 
+    def _facts(self) -> MachineFacts:
+        spec = self.manifest.target
+        facts = self.machine.facts(lambda: measure_facts(self.target, spec, self.folder, clock=self._clock))
+        if not facts.exact_widths:
+            raise EngineError(
+                f"{self.folder}: on this machine rows of a call influence each other at every width: not lossless"
+            )
+        return facts
+
     def _engine(self, name: str) -> Engine:
         """Return an engine, opening it at its first use."""
         if name not in self._engines:
-            self._engines[name] = open_engine(self.folder, self.manifest.engines[name], threads=self._threads)
+            spec = self.manifest.engines[name]
+            self._engines[name] = open_engine(self.folder, spec, threads=self._threads, device=self._device)
         return self._engines[name]
 
     def _release(self, request: Request) -> None:

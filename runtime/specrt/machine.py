@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from specrt.check import is_as_exported, mean_kl
-from specrt.engine import Engine
+from specrt.engine import Engine, measurable_widths
 from specrt.errors import EngineError, RequestError
 from specrt_profiles.exactness import find_exact_widths
 from specrt_profiles.manifest import MANIFEST_FILE, EngineSpec, sha256_of
@@ -123,8 +123,9 @@ def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Call
             f"{folder}: on this machine its logits are not what they were at export (mean KL {found:.3g}, "
             f"then {spec.parity.mean_kl:.3g}): export it here, or at another --precision"
         )
-    widths = sorted({*spec.verify_widths, spec.prefill_width})
-    exact = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
+    exact = find_exact_widths(
+        target.forward, measurable_widths(spec), vocab_size=target.vocab_size, capacity=target.capacity
+    )
     target.verify_widths = exact.ladder(spec.verify_widths)
     if not target.verify_widths:
         return MachineFacts((), {})

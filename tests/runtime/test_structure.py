@@ -36,13 +36,18 @@ THIRD_PARTY = {
         "*": {"numpy"},
         "cli*.py": {"click"},
         "text.py": {"tokenizers", "jinja2"},
-        "engine_ort.py": {"onnxruntime"},
+        "engine_ort*.py": {"onnxruntime"},
+        "engine_trt.py": {"tensorrt", "tensorrt_rtx"},
+        "cuda.py": {"cuda"},
         "engine_plot.py": {"matplotlib"},
     },
     "specrt_export": {"*": {"click", "numpy", "tokenizers", "onnxruntime", *EXPORT_ONLY}},
     "specrt_profiles": {"*": {"numpy"}},
 }
-HEAVY = ("torch", "onnx", "transformers", "onnxruntime", "tokenizers", "jinja2", "click", "matplotlib", "specrt_export")
+HEAVY = (
+    "torch", "onnx", "transformers", "onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "tokenizers", "jinja2", "click",
+    "matplotlib", "specrt_export",
+)  # fmt: skip
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -208,4 +213,5 @@ def test_every_import_of_a_package_is_declared() -> None:
     base = {line.partition(">")[0] for line in project["dependencies"]}
     runtime = {name for package, path in FILES if package != "specrt_export" for name in imports(path)}
     internal = set(PACKAGES) | set(sys.stdlib_module_names)
-    assert runtime - internal - {"onnxruntime", "matplotlib"} == base
+    extras = {"onnxruntime", "matplotlib", "tensorrt", "tensorrt_rtx", "cuda"}
+    assert runtime - internal - extras == base
