@@ -24,7 +24,13 @@ from specrt_profiles.plan import PlanSpec, call_shapes, kv_aliases
 
 VERSION = "1.7.1.116"
 SCRATCH = 4096  # bytes for the first optimization profile; each further one needs 256 more
-_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+_TYPES = {"tensor(float)": "FLOAT", "tensor(float16)": "HALF", "tensor(int64)": "INT64", "tensor(int32)": "INT32"}
+_ARRAYS = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+}
 
 
 def plan_artifact(source: Path, out: Path, *, with_decode: bool = True, **facts: object) -> Path:
@@ -75,7 +81,6 @@ class SimulatedTensorrt:
     ExecutionContextAllocationStrategy = SimpleNamespace(STATIC=0, USER_MANAGED=2)
     TensorIOMode = SimpleNamespace(INPUT=1, OUTPUT=2)
     TensorLocation = SimpleNamespace(DEVICE=0, HOST=1)
-    nptype = staticmethod(np.dtype)
 
     class ILogger:
         Severity = SimpleNamespace(INTERNAL_ERROR=0, ERROR=1, WARNING=2, INFO=3, VERBOSE=4)
@@ -148,8 +153,11 @@ class SimulatedEngine(_Counted):
     def get_tensor_location(self, name: str) -> int:
         return int(self.locations.get(name, 0))
 
-    def get_tensor_dtype(self, name: str) -> str:
-        return _TYPES[self.tensors[name].type]
+    def get_tensor_dtype(self, name: str) -> Any:
+        return SimpleNamespace(name=_TYPES[self.tensors[name].type])
+
+    def dtype_of(self, name: str) -> Any:
+        return np.dtype(_ARRAYS[self.tensors[name].type])
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return self.shape_of(name, {"width": -1, "rows": -1})
@@ -283,7 +291,7 @@ class SimulatedContext(_Counted):
     def _tensor(self, name: str) -> Any:
         return (
             self._view(self._addresses[name], self._num_bytes(name))
-            .view(self.engine.get_tensor_dtype(name))
+            .view(self.engine.dtype_of(name))
             .reshape(self._shape(name))
         )
 
@@ -300,7 +308,7 @@ class SimulatedContext(_Counted):
         return self.engine.shape_of(name, sizes)
 
     def _num_bytes(self, name: str) -> int:
-        return math.prod(self._shape(name)) * np.dtype(self.engine.get_tensor_dtype(name)).itemsize
+        return math.prod(self._shape(name)) * self.engine.dtype_of(name).itemsize
 
     def _rule(self, is_kept: bool, message: str) -> bool:
         if not is_kept:

@@ -24,12 +24,13 @@ Examples:
 @click.option("--dry-run", is_flag=True, help="Print the choice and do not keep it.")
 @click.option("--forget", is_flag=True, help="Forget the choice that was kept, and measure nothing.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as well, .png or .svg.")
+@options.device
 @options.threads
 @options.as_json
 def tune(
     artifact: Path, prompts: Path | None, limit: int | None, drafters: tuple[str, ...], max_step_ms: float | None,
-    max_tokens: int, repeats: int, raw: bool, dry_run: bool, forget: bool, plot: Path | None, threads: int | None,
-    as_json: bool,
+    max_tokens: int, repeats: int, raw: bool, dry_run: bool, forget: bool, plot: Path | None, device: str | None,
+    threads: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Find out which drafter and k are fastest here, and make them the default on this machine.
 
@@ -43,8 +44,8 @@ def tune(
     from specrt.tune_plot import check_plot, write_plot
 
     if forget:
-        options.refuse_all_but("forget", "artifact", "threads")
-        with load(artifact, threads=threads) as model:
+        options.refuse_all_but("forget", "artifact", "device", "threads")
+        with load(artifact, device=device, threads=threads) as model:
             model.machine.choose(None)
         return
     if plot is not None:
@@ -53,7 +54,7 @@ def tune(
     given: Any = {"temperature": 0.0, "max_tokens": max_tokens}
     if max_step_ms is not None:
         given["max_step_ms"] = max_step_ms
-    with load(artifact, threads=threads) as model:
+    with load(artifact, device=device, threads=threads) as model:
         names = drafters or tuple(model.manifest.all_drafters)
         runs = num_runs(len(texts), len(names), len(model.target.verify_widths), repeats)
         with options.progress(runs) as advance:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from specrt.cuda import ALIGNMENT, Gpu
 from specrt.engine_bound import CallInputs, input_types, kv_tensors
 from specrt_profiles.manifest import EngineSpec
+from specrt_profiles.tensors import ELEMENT_BYTES
 
 
 class DeviceBuffers:
@@ -23,7 +24,7 @@ class DeviceBuffers:
         self._gpu, self._vocab_size = gpu, spec.vocab_size
         self.kv: dict[str, int] = {}
         for past, present, shape, dtype in kv_tensors(spec):
-            self.kv[past] = self.kv[present] = gpu.allocate(math.prod(shape) * np.dtype(dtype).itemsize)
+            self.kv[past] = self.kv[present] = gpu.allocate(math.prod(shape) * ELEMENT_BYTES[dtype])
         self._logits = self._allocate_logits(max_rows)
 
     def call(self, width: int, num_rows: int) -> "DeviceCall":
@@ -84,5 +85,5 @@ def _places(width: int, num_rows: int) -> Iterator[tuple[str, _Place]]:
     end = 0
     for name, (shape, dtype) in input_types(width, num_rows).items():
         start = -(-end // ALIGNMENT) * ALIGNMENT
-        end = start + math.prod(shape) * np.dtype(dtype).itemsize
+        end = start + math.prod(shape) * ELEMENT_BYTES[dtype]
         yield name, _Place(start, end, shape, dtype)

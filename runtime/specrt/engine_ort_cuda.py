@@ -22,6 +22,7 @@ from specrt_profiles.manifest import EngineSpec
 
 _PROVIDER = "CUDAExecutionProvider"
 _ON_HOST = frozenset({"total_sequence_length"})  # GroupQueryAttention reads it on the host: a capture would freeze it
+_BFLOAT16 = 16  # ONNX's number for what NumPy does not have
 _INSTALL = "run  pip uninstall onnxruntime onnxruntime-gpu  and  pip install 'specrt[gpu]'"
 
 
@@ -75,8 +76,9 @@ class OrtCudaEngine(BoundEngine):
             else:
                 binding.bind_input(name, *device, array.dtype, list(array.shape), call.addresses[name])
         for past, present, shape, dtype in self._kv:
-            binding.bind_input(past, *device, np.dtype(dtype), list(shape), call.addresses[past])
-            binding.bind_output(present, *device, np.dtype(dtype), list(shape), call.addresses[present])
+            element = _BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+            binding.bind_input(past, *device, element, list(shape), call.addresses[past])
+            binding.bind_output(present, *device, element, list(shape), call.addresses[present])
         shape = (1, *call.logits.shape)
         binding.bind_output("logits", *device, np.dtype(np.float32), list(shape), call.addresses["logits"])
         return BoundCall(call.inputs, call.logits, self._runner(binding, call, graph_id=len(self._calls) + 1))

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from specrt.cuda import Gpu, open_gpu
 from specrt.device_buffers import DeviceBuffers, DeviceCall
 from specrt.engine_bound import BoundCall, BoundEngine
@@ -25,6 +23,9 @@ from specrt_profiles.tensors import ROWS, WIDTH, TensorSpec
 
 _log = logging.getLogger(__name__)
 _REBUILD = "build it again with 'specrt plan' from the artifact it was made of"
+_TYPES = {
+    "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32", "INT8": "int8"
+}  # fmt: skip
 _PRODUCTS = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 
 
@@ -179,9 +180,9 @@ class TrtEngine(BoundEngine):
         engine, trt, name = self._engine, self._trt, tensor.name
         mode = trt.TensorIOMode.INPUT if is_input else trt.TensorIOMode.OUTPUT
         dims = tuple(engine.get_tensor_shape(name))
-        dtype = np.dtype(trt.nptype(engine.get_tensor_dtype(name)))
+        dtype = _TYPES.get(engine.get_tensor_dtype(name).name, "another type")
         fixed = all(isinstance(dim, str) or dim == size for dim, size in zip(tensor.shape, dims, strict=False))
-        right = engine.get_tensor_mode(name) == mode and dtype == np.dtype(tensor.dtype)
+        right = engine.get_tensor_mode(name) == mode and dtype == tensor.dtype
         if not (right and fixed and len(dims) == len(tensor.shape)):
             raise EngineError(
                 f"{self._path}: {name}: expected {'input' if is_input else 'output'} {tensor.dtype} "

@@ -26,7 +26,7 @@ class Transcript:
         real: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.vocab_size, self.capacity, self.verify_widths = target.vocab_size, target.capacity, target.verify_widths
-        self.takes_trees = target.takes_trees
+        self.takes_trees, self.platform = target.takes_trees, "transcript"
         self.kv_length = self._call_start = 0
         self._tokens, self._call_s, self._real, self._added_s = list(tokens), call_s, real, 0.0
         self._logits = np.full((self.verify_widths[-1], self.vocab_size), -np.inf, np.float32)
