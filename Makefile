@@ -1,7 +1,10 @@
 # All targets create the environment when it is missing. Variables: VENV (environment), PYTHON (interpreter that
-# makes it), ARTIFACT (folder to use), ARGS (passed on), PEERS_VENV (environments of bench-peers).
+# makes it), ARTIFACT (folder to use), ARGS (passed on), PEERS_VENV (environments of bench-peers), GPU_VENV and
+# GPU_EXTRAS (environment of gpu-check and what is in it).
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
+GPU_VENV ?= .venv-gpu
+GPU_EXTRAS ?= gpu,tensorrt-rtx
 PYTHON ?= python3
 ARTIFACT ?= artifacts/smollm2-135m
 OUT ?= artifacts/$(patsubst %.gguf,%,$(notdir $(MODEL:/=)))
@@ -10,9 +13,10 @@ PROMPT ?= Summarise in one sentence: The library will be closed on Monday and Tu
 READY := $(VENV)/.specrt-ready
 RUN := $(VENV)/bin
 PEERS_READY := $(PEERS_VENV)/specrt/.specrt-ready
+GPU_READY := $(GPU_VENV)/.specrt-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint export generate bench bench-peers check clean
+.PHONY: help demo test lint export generate bench bench-peers gpu-check gpu-check-run check clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -53,8 +57,24 @@ $(PEERS_READY): pyproject.toml constraints.txt
 bench-peers: $(PEERS_READY) ## Compare with other libraries, each in its own environment (docs/peers.md).
 	@$(<D)/bin/python -m benchmarks.peers --envs $(PEERS_VENV) $(ARGS)
 
+gpu-check: $(READY) ## Run the default model on this machine's GPU and compare with the CPU (docs/gpu.md).
+	@$(RUN)/python -m benchmarks.gpu_check --probe && $(MAKE) --no-print-directory gpu-check-run || test $$? -eq 3
+
+$(GPU_READY): pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(GPU_EXTRAS)]'
+	@touch $@
+
+gpu-check-run: $(READY) $(GPU_READY)
+	@test -f artifacts/smollm2-135m/manifest.json || $(RUN)/specrt export smollm2-135m -o artifacts/smollm2-135m
+	@test -f artifacts/smollm2-trt/manifest.json || \
+	  $(RUN)/specrt export smollm2-135m --dialect tensorrt -o artifacts/smollm2-trt
+	-@test -f artifacts/smollm2-trt-plan/manifest.json || \
+	  $(GPU_VENV)/bin/specrt plan artifacts/smollm2-trt -o artifacts/smollm2-trt-plan --with-decode $(ARGS)
+	@$(GPU_VENV)/bin/python -m benchmarks.gpu_check artifacts/smollm2-135m artifacts/smollm2-trt artifacts/smollm2-trt-plan
+
 check: $(READY) ## Verify ARTIFACT=... on this machine.
 	@$(RUN)/specrt check "$(ARTIFACT)" $(ARGS)
 
 clean: ## Remove the environments and build leftovers; artifacts stay.
-	rm -rf $(VENV) $(PEERS_VENV) dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS_VENV) $(GPU_VENV) dist .mypy_cache .ruff_cache .pytest_cache

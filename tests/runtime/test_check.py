@@ -152,7 +152,7 @@ def test_rows_that_depend_on_each_other_are_a_problem_of_the_target_only(
 ) -> None:
     spec = read_manifest(tiny_artifact).target
 
-    def with_dependent_rows(folder: Path, spec: Any, *, threads: int | None) -> RowDependentEngine:
+    def with_dependent_rows(folder: Path, spec: Any, *, threads: int | None, device: str | None) -> RowDependentEngine:
         return RowDependentEngine(384, capacity=CAPACITY, prefill_width=16)
 
     monkeypatch.setattr(check_module, "open_engine", with_dependent_rows)

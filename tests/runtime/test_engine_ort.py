@@ -200,7 +200,7 @@ def test_poison_within_the_length_is_seen(engine: OrtEngine) -> None:
 
 
 def test_poison_before_a_request_changes_nothing(tiny_model: specrt.LanguageModel) -> None:
-    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2}
+    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, "k": 5}
     clean = tiny_model.generate("the quick", drafter="model", **options)
     for engine in tiny_model._engines.values():
         for array in kv(engine):  # type: ignore[arg-type]
