@@ -241,3 +241,15 @@ def test_a_bug_keeps_its_traceback(tiny_artifact: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(language_model, "load", lambda *_, **__: 1 / 0)
     result = CliRunner().invoke(main, ["generate", str(tiny_artifact), "the fox"])
     assert isinstance(result.exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"], ["check"], ["bench"], ["tune"]])
+def test_a_device_that_there_is_not_is_one_line(tiny_artifact: Path, command: list[str]) -> None:
+    name, *rest = command
+    line = error_of([name, tiny_artifact, *rest, "--device", "gpu"], stdin=b"hello\n")
+    assert line == "error: device: expected cpu or cuda:N (cuda:0 is the first GPU), found 'gpu'"
+
+
+def test_calls_are_measured_on_the_cpu_only(tiny_artifact: Path) -> None:
+    line = error_of(["bench", tiny_artifact, "--engine", "--device", "cuda:0"])
+    assert "--device has no effect with --engine: leave it out" in line

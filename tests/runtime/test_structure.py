@@ -39,9 +39,12 @@ THIRD_PARTY = {
         "engine_ort*.py": {"onnxruntime"},
         "engine_trt.py": {"tensorrt", "tensorrt_rtx"},
         "cuda.py": {"cuda"},
-        "engine_plot.py": {"matplotlib"},
+        "*_plot.py": {"matplotlib"},
     },
-    "specrt_export": {"*": {"click", "numpy", "tokenizers", "onnxruntime", *EXPORT_ONLY}},
+    "specrt_export": {
+        "*": {"click", "numpy", "tokenizers", "onnxruntime", *EXPORT_ONLY},
+        "builder.py": {"tensorrt", "tensorrt_rtx"},
+    },
     "specrt_profiles": {"*": {"numpy"}},
 }
 HEAVY = (
