@@ -10,10 +10,11 @@ with specrt.load("artifacts/smollm2-135m") as model:
 from typing import Any
 
 from specrt.errors import BusyError, EngineError, ManifestError, MissingExtraError, RequestError, SpecRTError, TextError
-from specrt.language_model import LanguageModel, Result, Stream, load
+from specrt.language_model import LanguageModel, load
 from specrt.loop import Token, TokenLogprob
 from specrt.sampling import SamplingParams
 from specrt.stats import Statistics
+from specrt.stream import Result, Stream
 
 __all__ = [
     "BusyError",

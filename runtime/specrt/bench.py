@@ -133,7 +133,7 @@ def _run(model: LanguageModel, prompt: BenchPrompt, setting: _Setting, drafter: 
     given: Options = {"seed": 0, **options, "k": setting.k, "drafter": drafter}
     text = [{"role": "user", "content": prompt.text}] if chat else prompt.text
     engine: Any = OneRowEngine(model.target) if setting.one_row else None
-    with model.start(text, given, target=engine) as stream:
+    with model.start(text, given, target=engine, cold=True) as stream:
         for _ in stream:
             pass
         return stream.result.token_ids, stream.result.stats

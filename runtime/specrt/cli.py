@@ -19,7 +19,7 @@ from specrt.errors import RequestError, SpecRTError
 
 if TYPE_CHECKING:
     from specrt.check import CheckReport
-    from specrt.language_model import Result, Stream
+    from specrt.stream import Result, Stream
 
 
 class _Group(click.Group):

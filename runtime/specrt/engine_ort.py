@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.errors import EngineError
+from specrt.kv import KvBlock, KvContents
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 
@@ -20,7 +21,7 @@ _TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)":
 
 
 class OrtEngine:
-    """A decoder on ONNX Runtime's CPU execution provider; see `Engine` for the contract."""
+    """A decoder on ONNX Runtime's CPU execution provider; see `KvEngine` for the contract."""
 
     def __init__(self, folder: Path, spec: EngineSpec, *, threads: int | None) -> None:
         require("cpu", "onnxruntime")
@@ -31,6 +32,7 @@ class OrtEngine:
         self.capacity = spec.capacity
         self.verify_widths = spec.verify_widths
         self.kv_length = 0
+        self.contents = KvContents(spec.capacity, spec.prefill_width)
         self._prefill_width = spec.prefill_width
         self._names = {tensor.name for tensor in spec.inputs}
         self._kv = _allocate_kv(spec)
@@ -65,6 +67,20 @@ class OrtEngine:
             raise EngineError(f"expected to roll back to 0 .. {self.kv_length} tokens, found {length}")
         self.kv_length = length
 
+    def save(self, start: int, end: int) -> KvBlock:
+        """Copy slots to memory of their own."""
+        arrays = tuple(slots[:, :, start:end].copy() for slots in self._slots())
+        return KvBlock(self.contents.token_ids(start, end), arrays, self.contents.length(end, cold_bits=True) == end)
+
+    def restore(self, block: KvBlock) -> None:
+        """Copy a block's slots back behind the tokens in the buffers."""
+        start, end = self.kv_length, self._end(len(block.token_ids))
+        self.contents.begin(start)
+        for slots, array in zip(self._slots(), block.arrays, strict=True):
+            slots[:, :, start:end] = array
+        self.contents.restored(start, block)
+        self.kv_length = end
+
     def close(self) -> None:
         """Release session and buffers."""
         self._calls.clear()
@@ -72,18 +88,29 @@ class OrtEngine:
         self._session = None
 
     def _run(self, token_ids: Sequence[int], width: int, *, num_rows: int) -> NDArray[np.float32]:
-        if self._session is None:
-            raise EngineError("the engine is closed: load the artifact again")
-        end = self.kv_length + len(token_ids)
-        if end > self.capacity:
-            raise EngineError(f"expected at most {self.capacity} tokens in the KV buffers, found {end}")
+        start, end = self.kv_length, self._end(len(token_ids))
         call = self._calls.get((width, num_rows))
         if call is None:
             call = self._calls[width, num_rows] = self._bind(width, num_rows)
-        call.set(token_ids, self.kv_length, self.capacity - 1)
+        call.set(token_ids, start, self.capacity - 1)
+        self.contents.begin(start)
         self._session.run_with_iobinding(call.binding)
+        self.contents.wrote(start, token_ids, width)
         self.kv_length = end
         return call.logits
+
+    def _end(self, num_tokens: int) -> int:
+        """Return the KV length with so many tokens more; raises `EngineError` where there is no room for them."""
+        if self._session is None:
+            raise EngineError("the engine is closed: load the artifact again")
+        end = self.kv_length + num_tokens
+        if end > self.capacity:
+            raise EngineError(f"expected at most {self.capacity} tokens in the KV buffers, found {end}")
+        return end
+
+    def _slots(self) -> list[NDArray[Any]]:
+        """Return views [B, H_kv, S, D] of the KV buffers."""
+        return [value.numpy() for _, _, value in self._kv]
 
     def _bind(self, width: int, num_rows: int) -> "_Call":
         import onnxruntime as ort

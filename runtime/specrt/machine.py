@@ -47,11 +47,12 @@ class Choice:
 class MachineFacts:
     """What is known about an artifact on this machine.
 
-    exact_widths: verify widths whose rows have the same bits. call_s: seconds of a call, by verify width. choice: the
-    tuned one, if there is any.
+    exact_widths: verify widths whose rows have the same bits; exact_prefill: prefill calls have them too. call_s:
+    seconds of a call, by verify width. choice: the tuned one, if there is any.
     """
 
     exact_widths: tuple[int, ...]
+    exact_prefill: bool
     call_s: Mapping[int, float]
     choice: Choice | None = None
 
@@ -96,6 +97,7 @@ class MachineFile:
                 return None
             facts = MachineFacts(
                 tuple(int(width) for width in found["exact_widths"]),
+                bool(found["exact_prefill"]),
                 {int(width): float(seconds) for width, seconds in found["call_s"].items()},
                 Choice(**found["choice"]) if found.get("choice") else None,
             )
@@ -127,8 +129,9 @@ def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Call
     exact = find_exact_widths(target.forward, widths, vocab_size=target.vocab_size, capacity=target.capacity)
     target.verify_widths = exact.ladder(spec.verify_widths)
     if not target.verify_widths:
-        return MachineFacts((), {})
-    return MachineFacts(target.verify_widths, time_calls(target, context=_CONTEXT, calls=_CALLS, clock=clock))
+        return MachineFacts((), False, {})
+    call_s = time_calls(target, context=_CONTEXT, calls=_CALLS, clock=clock)
+    return MachineFacts(target.verify_widths, exact.agree({*target.verify_widths, spec.prefill_width}), call_s)
 
 
 def time_calls(target: Engine, *, context: int, calls: int, clock: Callable[[], float]) -> dict[int, float]:

@@ -15,8 +15,8 @@ from copies import copy_artifact, edit_generation, refresh
 from specrt import LanguageModel, Result, SpecRTError, language_model
 from specrt.control import AdaptiveController, FixedController
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
-from specrt.language_model import Stream
 from specrt.machine import MachineFacts
+from specrt.stream import Stream
 
 PROMPT = "the quick brown"
 CAPACITY = 128
