@@ -64,18 +64,15 @@ class PrefixCache:
         self.num_bytes = 0
 
     def _find(self, engine: KvEngine, token_ids: Sequence[int], *, cold_bits: bool) -> list[_Entry]:
-        """Return the entries of the longest known beginning, and make them the most recently used."""
+        """Return the entries of the longest known beginning."""
         width = engine.contents.prefill_width
         found: list[_Entry] = []
-        keys: list[_Key] = []
         for start in range(0, len(token_ids) - width + 1, width):
-            key = (engine, found[-1].number if found else 0, tuple(token_ids[start : start + width]))
-            entry = self._entries.get(key)
+            before = found[-1].number if found else 0
+            entry = self._entries.get((engine, before, tuple(token_ids[start : start + width])))
             if entry is None or (cold_bits and not entry.block.cold_bits):
                 break
             found.append(entry)
-            keys.append(key)
-        self._touch(keys)
         return found
 
     def _save(self, engine: KvEngine, *, beyond: int, cold_bits: bool) -> None:
@@ -99,7 +96,9 @@ class PrefixCache:
                 entry = replace(entry, block=engine.save(end - width, end))
             self._entries[key] = entry
             before = entry.number
-        self._touch(keys)
+        for key in reversed(keys):  # the first block last: no block goes before those that follow it
+            if key in self._entries:
+                self._entries.move_to_end(key)
 
     def _make_room(self, num_bytes: int, keep: Sequence[_Key]) -> bool:
         """Drop entries until so many bytes fit, but none of `keep`; tell whether they do."""
@@ -109,9 +108,3 @@ class PrefixCache:
                 return False
             self.num_bytes -= self._entries.pop(oldest).block.num_bytes
         return True
-
-    def _touch(self, keys: Sequence[_Key]) -> None:
-        """Make entries the most recently used, the first one last: no entry goes before those that follow it."""
-        for key in reversed(keys):
-            if key in self._entries:
-                self._entries.move_to_end(key)

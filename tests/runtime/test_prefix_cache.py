@@ -148,9 +148,18 @@ def test_without_copies_only_the_last_text_is_known() -> None:
 
 def test_copies_bring_back_whole_blocks_of_earlier_texts() -> None:
     model = ModelWithCache(BIG)
-    for prompt, expected in (([1] * 20, 0), ([2] * 20, 0), ([1] * 20, 16), ([2] * 20, 16), ([2] * 20, 19)):
+    one, other = [1, 2, 3, 4] * 2 + [0, 1, 2] * 4, [2] * 20
+    for prompt, expected in ((one, 0), (other, 0), (one, 16), (other, 16), (other, 19)):
         assert model.ask(prompt, "none", max_tokens=1)[1].num_cached_tokens == expected
     assert model.cache.num_bytes == 4 * BLOCK
+
+
+def test_a_block_is_known_by_what_comes_before_it() -> None:
+    model = ModelWithCache(BIG)
+    model.ask([1] * WIDTH + [2] * WIDTH + [0], "none", max_tokens=1)
+    for prompt, expected in (([2] * 20, 0), ([1] * WIDTH + [3] * 12, WIDTH), ([3] * WIDTH + [2] * 12, 0)):
+        found, stats = model.ask(prompt, "none", max_tokens=5)
+        assert (found, stats.num_cached_tokens) == (cold(prompt, "none", max_tokens=5), expected)
 
 
 def test_texts_share_the_blocks_of_their_common_beginning() -> None:
