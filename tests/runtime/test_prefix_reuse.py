@@ -210,8 +210,10 @@ def test_calls_of_width_1_end_what_can_be_reused(load: Any, cold: LanguageModel)
 
     model, prompt = load(0), list(range(20, 40))
     options: Any = {"max_tokens": 20, "ignore_eos": True, "k": 0}
+    model.generate(prompt, **options)
     with model.start(prompt, options, target=OneRowEngine(model.target)) as stream:
         text = [*prompt, *(token.id for token in stream)]
+        assert stream.result.stats.num_cached_tokens == 0, "another target knows nothing of the model's"
     result = model.generate([*text, 5], logprobs=1, max_tokens=5)
     assert result.stats.num_cached_tokens == len(prompt) - 1
     assert output(result) == output(cold.generate([*text, 5], logprobs=1, max_tokens=5))
