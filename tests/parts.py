@@ -10,6 +10,7 @@ from specrt.control import Controller, FixedController
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.loop import Loop, Token
+from specrt.prefix_cache import Reuse
 from specrt.sampling import Sampler, SamplingParams
 from specrt.stops import StopRules
 
@@ -67,6 +68,7 @@ def make_loop(
     eos: tuple[int, ...] = (),
     clock: Callable[[], float] | None = None,
     draft_budget_s: float | None = None,
+    reuse: Reuse | None = None,
     **params: Any,
 ) -> Loop:
     """Return a loop over `target` with real sampler, stop rules and acceptance."""
@@ -79,7 +81,7 @@ def make_loop(
     controller = controller or FixedController(k)
     return Loop(
         target, drafter or NoDrafter(), sampler, stops, list(prompt), controller=controller, clock=clock,
-        draft_budget_s=draft_budget_s,
+        draft_budget_s=draft_budget_s, reuse=reuse,
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specrt.kv import KvBlock, KvContents
+
 POISON = -1  # what padding leaves in KV slots
 
 
@@ -40,6 +42,8 @@ class ToyEngine:
         self.widths_used: list[int] = []
         self.num_moved = 0
         self.num_rows_read = 0
+        self.contents = KvContents(capacity, prefill_width)
+        self.contents.exact_widths = (*verify_widths, prefill_width)
         self._prefill_width = prefill_width
         self._slots = [POISON] * (capacity + max(prefill_width, *verify_widths))
         self._logits = logits or (lambda prefix: hashed_logits(prefix, vocab_size, salt=salt))
@@ -81,6 +85,18 @@ class ToyEngine:
         assert 0 <= length <= self.kv_length
         self.kv_length = length
 
+    def save(self, start: int, end: int) -> KvBlock:
+        cold_bits = self.contents.length(end, cold_bits=True) == end
+        return KvBlock(self.contents.token_ids(start, end), (np.array(self._slots[start:end]),), cold_bits)
+
+    def restore(self, block: KvBlock) -> None:
+        start, end = self.kv_length, self.kv_length + len(block.token_ids)
+        assert end <= self.capacity
+        self.contents.begin(start)
+        self._slots[start:end] = block.arrays[0].tolist()
+        self.contents.restored(start, block)
+        self.kv_length = end
+
     def close(self) -> None:
         self._slots = []
 
@@ -89,9 +105,12 @@ class ToyEngine:
         assert self.kv_length + len(token_ids) <= self.capacity, "a real engine would write beyond its capacity"
         assert all(0 <= token < self.vocab_size for token in token_ids)
         self.widths_used.append(width)
+        start = self.kv_length
+        self.contents.begin(start)
         padded = [*token_ids, *[POISON] * (width - len(token_ids))]
         self._slots[self.kv_length : self.kv_length + width] = padded
         self.kv_length += len(token_ids)
+        self.contents.wrote(start, token_ids, width)
 
     def _row(self, start: int, rows: Sequence[int] = ()) -> NDArray[np.float32]:
         """Return the logits [V] after `start` slots and these rows behind them."""

@@ -44,7 +44,7 @@ class Runner(Peer):
         start = time.perf_counter()
         options = {"max_tokens": n, "ignore_eos": True, "temperature": 0.0}
         with self._model.start(
-            list(ids), {**options, "k": k, "drafter": _DRAFTERS.get(mode, mode)}, target=engine
+            list(ids), {**options, "k": k, "drafter": _DRAFTERS.get(mode, mode)}, target=engine, cold=True
         ) as stream:
             for _ in stream:
                 pass

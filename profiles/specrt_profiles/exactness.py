@@ -5,7 +5,7 @@ computes them, on their place in it, or on the rows after them. That holds for m
 so it is tested on the machine at hand.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,10 @@ class Exactness:
 
     groups: tuple[tuple[int, ...], ...]
     dependent: tuple[int, ...]
+
+    def agree(self, widths: Collection[int]) -> bool:
+        """Tell whether calls of all these widths give the same bits."""
+        return any(set(widths) <= set(group) for group in self.groups)
 
     def ladder(self, verify_widths: Sequence[int]) -> tuple[int, ...]:
         """Return the verify widths to use together: the group with most of them, the widest of those on a tie.

@@ -152,7 +152,7 @@ def _run(model: LanguageModel, prompt: BenchPrompt, setting: _Setting, options: 
     given: Options = {"seed": 0, **options, "drafter": setting.drafter or "none", "k": setting.k or 0}
     text = [{"role": "user", "content": prompt.text}] if chat else prompt.text
     engine: Any = OneRowEngine(model.target) if setting.name == PLAIN_ONE else None
-    with model.start(text, given, target=engine) as stream:
+    with model.start(text, given, target=engine, cold=True) as stream:
         for _ in stream:
             pass
         return stream.result.token_ids, stream.result.stats

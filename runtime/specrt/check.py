@@ -22,7 +22,8 @@ class EngineCheck:
     """Distance of one engine from its source over the reference rows, and its bit-equal widths, on this machine.
 
     `max_abs_diff` is over the 64 most probable tokens of each row and all tokens of the rows kept whole, `mean_kl`
-    over the 64 and the rest taken as one (at most the KL over all tokens).
+    over the 64 and the rest taken as one (at most the KL over all tokens). `exact_prefill`: prefill calls have the bits
+    of the ladder, too.
     """
 
     name: str
@@ -35,6 +36,7 @@ class EngineCheck:
     groups: tuple[tuple[int, ...], ...]
     dependent: tuple[int, ...]
     ladder: tuple[int, ...]
+    exact_prefill: bool
     needs_exact_rows: bool
 
     @property
@@ -113,11 +115,12 @@ def _check_engine(name: str, engine: Engine, spec: EngineSpec, folder: Path) -> 
     exact: Exactness = find_exact_widths(
         engine.forward, measurable_widths(spec), vocab_size=engine.vocab_size, capacity=engine.capacity
     )
+    ladder = exact.ladder(spec.verify_widths)
     return EngineCheck(
         name=name, num_rows=len(kls), max_abs_diff=float(diffs.max()), mean_kl=float(kls.mean()),
         top1_agreement=float(same.mean()), exported_max_abs_diff=spec.parity.max_abs_diff,
         exported_mean_kl=spec.parity.mean_kl, groups=exact.groups, dependent=exact.dependent,
-        ladder=exact.ladder(spec.verify_widths), needs_exact_rows=name == "target",
+        ladder=ladder, exact_prefill=exact.agree({*ladder, spec.prefill_width}), needs_exact_rows=name == "target",
     )  # fmt: skip
 
 

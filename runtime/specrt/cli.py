@@ -211,6 +211,8 @@ def _check_page(report: "CheckReport") -> str:
             f"({engine.exported_mean_kl:.2g}), top-1 {engine.top1_agreement:.1%}",
             f"{engine.name}: widths with the same bits: {groups}; the loop uses {', '.join(map(str, engine.ladder))}",
         ]
+        if engine.needs_exact_rows:
+            lines[-1] += f"; KV is reused {'token by token' if engine.exact_prefill else 'by whole prefill calls'}"
     return "\n".join(lines)
 
 

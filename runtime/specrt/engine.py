@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.errors import EngineError
+from specrt.kv import KvBlock, KvContents
 from specrt_profiles.manifest import EngineSpec
 
 
@@ -69,7 +70,21 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None) -> Engine:
+class KvEngine(Engine, Protocol):
+    """An engine that knows what its KV slots hold, and can copy them."""
+
+    contents: KvContents
+
+    def save(self, start: int, end: int) -> KvBlock:
+        """Return a copy of the slots start .. end - 1 <= kv_length, whose content is known."""
+        ...
+
+    def restore(self, block: KvBlock) -> None:
+        """Put a copy of its own slots back behind the `kv_length` tokens that preceded them when it was saved."""
+        ...
+
+
+def open_engine(folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None) -> KvEngine:
     """Open the engine that `spec` describes on a device, with its default verify widths.
 
     threads: of the CPU, None for one per physical core. device: see `resolve_device`. Raises `EngineError` or

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.errors import EngineError
+from specrt.kv import KvBlock, KvContents
 from specrt_profiles.manifest import EngineSpec
 
 Array = NDArray[Any]
@@ -65,7 +66,7 @@ class BoundCall:
 
 
 class BoundEngine(abc.ABC):
-    """An engine whose calls are bound once; see `Engine` for the contract.
+    """An engine whose calls are bound once; see `KvEngine` for the contract.
 
     decode_width: 1, or the narrowest there is.
     """
@@ -78,6 +79,7 @@ class BoundEngine(abc.ABC):
         self.capacity = spec.capacity
         self.verify_widths = spec.verify_widths
         self.kv_length = 0
+        self.contents = KvContents(spec.capacity, spec.prefill_width)
         self._call_start = 0
         self._prefill_width, self._decode_width = spec.prefill_width, decode_width
         self._calls: dict[tuple[int, int], BoundCall] = {}
@@ -123,6 +125,14 @@ class BoundEngine(abc.ABC):
             self._move([start + row for row in rows[-len(places) :]], places)
         self.rollback(start + len(rows))
 
+    def save(self, start: int, end: int) -> KvBlock:
+        """Raise `EngineError`: only buffers in host memory are copied."""
+        raise EngineError("expected KV buffers in host memory to copy, found them on a GPU")
+
+    def restore(self, block: KvBlock) -> None:
+        """Raise `EngineError`: only buffers in host memory are copied."""
+        raise EngineError("expected KV buffers in host memory to copy to, found them on a GPU")
+
     def close(self) -> None:
         """Release everything. Safe to call again."""
         if not self._closed:
@@ -131,18 +141,25 @@ class BoundEngine(abc.ABC):
 
     def _run(self, token_ids: Sequence[int], width: int, *, num_rows: int) -> NDArray[np.float32]:
         """Feed tokens behind `kv_length`; return a view of their logits, of as many as there are rows."""
-        if self._closed:
-            raise EngineError("the engine is closed: load the artifact again")
-        end = self.kv_length + len(token_ids)
-        if end > self.capacity:
-            raise EngineError(f"expected at most {self.capacity} tokens in the KV buffers, found {end}")
+        start, end = self.kv_length, self._end(len(token_ids))
         call = self._calls.get((width, num_rows))
         if call is None:
             call = self._calls[width, num_rows] = self._bind(width, num_rows)
-        call.inputs.set(token_ids, self.kv_length, self.capacity - 1)
+        call.inputs.set(token_ids, start, self.capacity - 1)
+        self.contents.begin(start)
         call.run(len(token_ids))
-        self._call_start, self.kv_length = self.kv_length, end
+        self.contents.wrote(start, token_ids, width)
+        self._call_start, self.kv_length = start, end
         return call.logits[: len(token_ids)]
+
+    def _end(self, num_tokens: int) -> int:
+        """Return the KV length with so many tokens more; raises `EngineError` where there is no room for them."""
+        if self._closed:
+            raise EngineError("the engine is closed: load the artifact again")
+        end = self.kv_length + num_tokens
+        if end > self.capacity:
+            raise EngineError(f"expected at most {self.capacity} tokens in the KV buffers, found {end}")
+        return end
 
     @abc.abstractmethod
     def _bind(self, width: int, num_rows: int) -> BoundCall:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from specrt.engine_bound import BoundCall, BoundEngine, CallInputs, input_types, kv_tensors
+from specrt.engine_bound import Array, BoundCall, BoundEngine, CallInputs, input_types, kv_tensors
 from specrt.errors import EngineError
+from specrt.kv import KvBlock
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 
@@ -21,7 +22,7 @@ _TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bflo
 
 
 class OrtEngine(BoundEngine):
-    """A decoder on ONNX Runtime's CPU execution provider; see `Engine` for the contract."""
+    """A decoder on ONNX Runtime's CPU execution provider; see `KvEngine` for the contract."""
 
     def __init__(self, folder: Path, spec: EngineSpec, *, threads: int | None) -> None:
         require("cpu", "onnxruntime")
@@ -32,6 +33,24 @@ class OrtEngine(BoundEngine):
         self._names = {tensor.name for tensor in spec.inputs}
         self._kv = _allocate_kv(spec)
         self._logits = np.empty((max(spec.verify_widths), spec.vocab_size), np.float32)
+
+    def save(self, start: int, end: int) -> KvBlock:
+        """Copy slots to memory of their own."""
+        arrays = tuple(slots[:, :, start:end].copy() for slots in self._slots())
+        return KvBlock(self.contents.token_ids(start, end), arrays, self.contents.length(end, cold_bits=True) == end)
+
+    def restore(self, block: KvBlock) -> None:
+        """Copy a block's slots back behind the tokens in the buffers."""
+        start, end = self.kv_length, self._end(len(block.token_ids))
+        self.contents.begin(start)
+        for slots, array in zip(self._slots(), block.arrays, strict=True):
+            slots[:, :, start:end] = array
+        self.contents.restored(start, block)
+        self.kv_length = end
+
+    def _slots(self) -> list[Array]:
+        """Return views [B, H_kv, S, D] of the KV buffers."""
+        return [value.numpy() for _, _, value in self._kv]
 
     def _bind(self, width: int, num_rows: int) -> BoundCall:
         import onnxruntime as ort
@@ -51,8 +70,7 @@ class OrtEngine(BoundEngine):
         return BoundCall(CallInputs(arrays), logits, lambda _: session.run_with_iobinding(binding))
 
     def _move(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        for _, _, value in self._kv:
-            buffer = value.numpy()  # a view [B, H_kv, S, D]
+        for buffer in self._slots():
             buffer[:, :, places] = buffer[:, :, slots]
 
     def _release(self) -> None:

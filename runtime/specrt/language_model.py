@@ -1,12 +1,12 @@
 """`specrt.load`: an artifact, ready to generate."""
 
-import functools
 import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -15,10 +15,11 @@ from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.drafters.suffix import SuffixCache, SuffixDrafter
-from specrt.engine import Engine, open_engine, resolve_device
+from specrt.engine import Engine, KvEngine, open_engine, resolve_device
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop
 from specrt.machine import MachineFacts, MachineFile, default_cache_dir, measure_facts
+from specrt.prefix_cache import PrefixCache
 from specrt.requests import (
     Options,
     Prompt,
@@ -37,14 +38,17 @@ from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_m
 
 
 def load(
-    path: str | Path, *, device: str | None = None, threads: int | None = None, cache_dir: str | Path | None = None
-) -> "LanguageModel":
+    path: str | Path, *, device: str | None = None, threads: int | None = None, cache_dir: str | Path | None = None,
+    prefix_cache_mib: float | None = 0,
+) -> "LanguageModel":  # fmt: skip
     """Open an artifact.
 
     device: `cpu`, or `cuda:N` for GPU number N; None is the CPU, but `cuda:0` for a TensorRT plan, which runs nowhere
     else. threads: CPU threads of each engine, None for one per physical core; without effect on a GPU. cache_dir: where
-    measurements about this machine are kept (~/.cache/specrt/machine). The first load on a machine replays the
-    reference logits and finds out which call widths give the same bits, which takes some 150 engine calls.
+    measurements about this machine are kept (~/.cache/specrt/machine). prefix_cache_mib: host memory for the KV of
+    earlier requests, which later prompts that begin alike take over; 0 for what is still in the engines' own buffers
+    (on a GPU there is no more), None for nothing at all (see docs/prefix-cache.md). The first load on a machine replays
+    the reference logits and finds out which call widths give the same bits, which takes some 150 engine calls.
 
     On a GPU each engine has one stream of its own and waits for it in every call; the GPU is current in the calling
     thread only meanwhile, so any thread may call, and other users of CUDA in the process are not disturbed.
@@ -52,7 +56,10 @@ def load(
     Raises `ManifestError`, `TextError` or `EngineError` for a damaged artifact, one whose logits are wrong on this
     machine, or a device that cannot run it; `MissingExtraError` without an engine.
     """
-    return LanguageModel(Path(path), device=device, threads=threads, cache_dir=Path(cache_dir or default_cache_dir()))
+    return LanguageModel(
+        Path(path), device=device, threads=threads, cache_dir=Path(cache_dir or default_cache_dir()),
+        prefix_cache_mib=prefix_cache_mib,
+    )  # fmt: skip
 
 
 class LanguageModel:
@@ -66,7 +73,7 @@ class LanguageModel:
 
     def __init__(
         self, folder: Path, *, device: str | None, threads: int | None, cache_dir: Path,
-        clock: Callable[[], float] = time.perf_counter,
+        prefix_cache_mib: float | None = 0, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.manifest = read_manifest(folder)
@@ -75,8 +82,9 @@ class LanguageModel:
         self.tokenizer = Tokenizer(folder, self.manifest.vocabulary, has_template=has_template)
         self._check_defaults()
         self.device = resolve_device(self.manifest.target, device)
+        self._prefixes = _prefix_cache(prefix_cache_mib, self.device)
         self._device, self._threads, self._clock = device, threads, clock
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, KvEngine] = {}
         self.suffix_cache = SuffixCache()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -90,6 +98,8 @@ class LanguageModel:
             self.target.close()
             raise
         self.target.verify_widths = facts.exact_widths
+        if facts.exact_prefill:
+            self.target.contents.exact_widths = (*facts.exact_widths, self.manifest.target.prefill_width)
         self.choice = facts.choice
         self._costs = CallCosts(facts.call_s)
 
@@ -106,14 +116,19 @@ class LanguageModel:
 
     def start(
         self, prompt: Prompt, options: Options, *, target: Engine | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] | None = None, cold: bool = False,
     ) -> Stream:  # fmt: skip
-        """Do what `stream` does with options in a dict; `target`, `clock`: others than the model's, to measure."""
+        """Do what `stream` does with options in a dict.
+
+        To measure: target and clock other than the model's; cold: reuse no KV of earlier requests (nor does a request
+        with another target).
+        """
         given = check_options(options)
         self._claim()
         try:
-            request = self._request(prompt, given, target or self.target, clock or self._clock)
-            stream = Stream(request, functools.partial(self._release, request))
+            prefixes = None if cold or target is not None else self._prefixes
+            request = self._request(prompt, given, target or self.target, clock or self._clock, prefixes)
+            stream = Stream(request, partial(self._release, request))
         except BaseException:
             self._lock.release()
             raise
@@ -128,6 +143,8 @@ class LanguageModel:
         self._closed = True
         for engine in self._engines.values():
             engine.close()
+        if self._prefixes is not None:
+            self._prefixes.clear()
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -146,7 +163,10 @@ class LanguageModel:
         """The largest k that can be asked for here."""
         return self.target.verify_widths[-1] - 1
 
-    def _request(self, prompt: Prompt, given: dict[str, Any], target: Engine, clock: Callable[[], float]) -> Request:
+    def _request(
+        self, prompt: Prompt, given: dict[str, Any], target: Engine, clock: Callable[[], float],
+        prefixes: PrefixCache | None,
+    ) -> Request:  # fmt: skip
         vocab_size, manifest = self.target.vocab_size, self.manifest
         ids = prompt_ids(
             prompt, self.tokenizer, vocab_size=vocab_size, capacity=self.target.capacity,
@@ -165,8 +185,8 @@ class LanguageModel:
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
         controller = self._controller(how, params, given)
         loop = Loop(
-            target, self._drafter(how), sampler, stops, ids, controller=controller, clock=clock,
-            draft_budget_s=how.draft_budget_s,
+            target, self._drafter(how, prefixes), sampler, stops, ids, controller=controller, clock=clock,
+            draft_budget_s=how.draft_budget_s, reuse=None if prefixes is None else partial(prefixes.reuse, self.target),
         )  # fmt: skip
         return Request(loop, stops, params, suffix_cache=how.suffix_cache)
 
@@ -176,7 +196,7 @@ class LanguageModel:
         except RequestError as error:
             raise ManifestError(f"{self.folder / GENERATION_FILE}: {error}") from None
 
-    def _drafter(self, how: Speculation) -> Drafter:
+    def _drafter(self, how: Speculation, prefixes: PrefixCache | None) -> Drafter:
         if how.k == 0 or how.drafter == "none":
             return NoDrafter()
         spec = self.manifest.all_drafters[how.drafter]
@@ -186,7 +206,8 @@ class LanguageModel:
             cache = self.suffix_cache if how.suffix_cache else None
             return SuffixDrafter(widths=self.target.verify_widths, cache=cache)
         engine = self._engine(str(spec.engine))
-        return ModelDrafter(engine, vocab_size=self.target.vocab_size)
+        reuse = None if prefixes is None else partial(prefixes.reuse, engine)
+        return ModelDrafter(engine, vocab_size=self.target.vocab_size, reuse=reuse)
 
     def _controller(self, how: Speculation, params: SamplingParams, given: dict[str, Any]) -> Controller:
         """Return what decides k; a text that depends on k is repeatable only where k is fixed."""
@@ -214,7 +235,7 @@ class LanguageModel:
             )
         return facts
 
-    def _engine(self, name: str) -> Engine:
+    def _engine(self, name: str) -> KvEngine:
         """Return an engine, opening it at its first use."""
         if name not in self._engines:
             spec = self.manifest.engines[name]
@@ -238,3 +259,13 @@ class LanguageModel:
         if self._closed:
             self._lock.release()
             raise EngineError("the artifact is closed: load it again")
+
+
+def _prefix_cache(mib: float | None, device: str) -> PrefixCache | None:
+    if mib is None:
+        return None
+    if not 0 <= mib < math.inf:
+        raise RequestError(f"prefix_cache_mib: expected 0 or more, or None for no reuse, found {mib!r}")
+    if mib and device != "cpu":
+        raise RequestError(f"prefix_cache_mib: expected 0 or None on a GPU, which keeps no copies, found {mib!r}")
+    return PrefixCache(int(mib * 2**20))

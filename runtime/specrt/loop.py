@@ -21,6 +21,7 @@ from specrt.control import Controller, Step
 from specrt.drafters import Drafter
 from specrt.drafters.guard import GuardedDrafter
 from specrt.engine import Engine
+from specrt.prefix_cache import Reuse
 from specrt.sampling import Sampler, log_probabilities
 from specrt.stats import Statistics
 from specrt.stops import FinishReason, StopRules
@@ -45,17 +46,21 @@ class Token:
 
 
 class Loop:
-    """One request on a target engine: iterate `run` for its tokens, in order, one at a time."""
+    """One request on a target engine: iterate `run` for its tokens, in order, one at a time.
+
+    reuse: a prefix cache for the target, None to begin with empty KV buffers.
+    """
 
     def __init__(
         self, target: Engine, drafter: Drafter, sampler: Sampler, stops: StopRules, prompt: list[int], *,
         controller: Controller, clock: Callable[[], float], draft_budget_s: float | None = None,
+        reuse: Reuse | None = None,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.stats = Statistics(drafter=drafter.name, num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = stops.exhausted()
         self._target, self._sampler, self._stops = target, sampler, stops
-        self._controller, self._clock = controller, clock
+        self._controller, self._clock, self._reuse = controller, clock, reuse
         self._drafter = GuardedDrafter(
             drafter, self.stats, vocab_size=target.vocab_size, takes_trees=target.takes_trees, budget_s=draft_budget_s,
             clock=clock,
@@ -74,8 +79,11 @@ class Loop:
 
     def _prefill(self) -> None:
         started = self._clock()
-        self._target.rollback(0)
-        self._target.prefill(self.tokens[:-1])
+        if self._reuse is None:
+            self._target.rollback(0)
+        else:
+            self.stats.num_cached_tokens = self._reuse(self.tokens[:-1], cold_bits=True)
+        self._target.prefill(self.tokens[self.stats.num_cached_tokens : -1])
         prefilled = self._clock()
         self._drafter.start(self.tokens, self._sampler)
         self.stats.prefill_s = prefilled - started
@@ -108,6 +116,8 @@ class Loop:
         stats.draft_s += drafted - started
         stats.verify_s += verified - drafted
         stats.rest_s += self._clock() - verified
+        if stats.num_steps == 1:
+            stats.first_token_s = stats.prefill_s + stats.decode_s
         return committed
 
     def _commit(self, block: tuple[int, ...], logits: NDArray[np.float32], rows: tuple[int, ...]) -> list[Token]:

@@ -48,12 +48,13 @@ class MachineFacts:
     """What is known about an artifact on this machine.
 
     exact_widths: verify widths whose rows have the same bits. call_s: seconds of a call, by verify width. choice: the
-    tuned one, if there is any.
+    tuned one, if there is any. exact_prefill: prefill calls give the bits of those widths too.
     """
 
     exact_widths: tuple[int, ...]
     call_s: Mapping[int, float]
     choice: Choice | None = None
+    exact_prefill: bool = False
 
 
 class MachineFile:
@@ -98,6 +99,7 @@ class MachineFile:
                 tuple(int(width) for width in found["exact_widths"]),
                 {int(width): float(seconds) for width, seconds in found["call_s"].items()},
                 Choice(**found["choice"]) if found.get("choice") else None,
+                exact_prefill=bool(found["exact_prefill"]),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -129,7 +131,11 @@ def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Call
     target.verify_widths = exact.ladder(spec.verify_widths)
     if not target.verify_widths:
         return MachineFacts((), {})
-    return MachineFacts(target.verify_widths, time_calls(target, context=_CONTEXT, calls=_CALLS, clock=clock))
+    return MachineFacts(
+        target.verify_widths,
+        time_calls(target, context=_CONTEXT, calls=_CALLS, clock=clock),
+        exact_prefill=exact.agree({*target.verify_widths, spec.prefill_width}),
+    )
 
 
 def time_calls(target: Engine, *, context: int, calls: int, clock: Callable[[], float]) -> dict[int, float]:

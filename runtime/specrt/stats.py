@@ -3,6 +3,7 @@
 acceptance_rate   accepted / proposed tokens
 block_efficiency  tokens emitted per target call, bonus and recovered tokens included; 1.00 for plain decoding
 mean_accepted     accepted tokens per target call, bonus excluded
+cached_rate       prompt tokens whose KV was reused from earlier requests / prompt tokens
 
 Tokens after a stop count nowhere: where accepted tokens are cut, the proposal is counted up to the same position.
 Every token of a tree is a proposed one, at the position it was guessed for.
@@ -20,13 +21,15 @@ _ENOUGH = 50  # proposed tokens before an acceptance rate is worth a remark
 class Statistics:
     """Counts and seconds of one request.
 
-    `prefill_s` is the target's prompt, `verify_s` its other calls; `draft_s` is everything the drafter does, a
-    draft model's own prompt included; `rest_s` is everything else between prompt and last token (acceptance,
-    sampling, stop rules, text), waiting for the consumer of a stream excluded.
+    `prefill_s` is the target's prompt (reading what is not cached, and copying what is), `verify_s` its other calls;
+    `draft_s` is everything the drafter does, a draft model's own prompt included; `rest_s` is everything else between
+    prompt and last token (acceptance, sampling, stop rules, text), waiting for the consumer of a stream excluded.
+    `first_token_s` is all of these until the first token.
     """
 
     drafter: str
     num_prompt_tokens: int
+    num_cached_tokens: int = 0
     num_tokens: int = 0
     num_steps: int = 0
     num_proposed: int = 0
@@ -38,6 +41,7 @@ class Statistics:
     draft_s: float = 0.0
     verify_s: float = 0.0
     rest_s: float = 0.0
+    first_token_s: float = 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -53,6 +57,11 @@ class Statistics:
     def mean_accepted(self) -> float:
         """Accepted tokens per target call; 0 if there was no call."""
         return self.num_accepted / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def cached_rate(self) -> float:
+        """Prompt tokens taken from earlier requests per prompt token; 0 without a prompt."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property
     def decode_s(self) -> float:
@@ -98,9 +107,10 @@ class Statistics:
 
     def summary(self) -> str:
         """Return one line for people."""
+        cached = f" ({self.num_cached_tokens} cached)" if self.num_cached_tokens else ""
         parts = [
             f"{self.num_tokens} tokens in {self.decode_s:.2f} s ({self.tokens_per_s:.1f} tokens/s)",
-            f"prompt {self.num_prompt_tokens} tokens in {self.prefill_s:.2f} s",
+            f"prompt {self.num_prompt_tokens} tokens{cached} in {self.prefill_s:.2f} s",
             f"drafter {self.drafter}",
             f"steps {self.num_steps}, block efficiency {self.block_efficiency:.2f}",
             f"accepted {self.num_accepted} of {self.num_proposed} ({self.acceptance_rate:.0%})",
@@ -111,8 +121,9 @@ class Statistics:
     def to_dict(self) -> dict[str, Any]:
         """Return counts, seconds and rates for JSON."""
         names = (
-            "drafter", "num_prompt_tokens", "num_tokens", "num_steps", "num_proposed", "num_accepted",
-            "num_drafter_faults", "proposed_by_position", "accepted_by_position", "prefill_s", "draft_s", "verify_s",
-            "rest_s", "decode_s", "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
+            "drafter", "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_proposed",
+            "num_accepted", "num_drafter_faults", "proposed_by_position", "accepted_by_position", "prefill_s",
+            "draft_s", "verify_s", "rest_s", "first_token_s", "decode_s", "cached_rate", "acceptance_rate",
+            "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}

@@ -184,7 +184,7 @@ def _run(
     model: LanguageModel, text: _Text, setting: Setting, options: Options, *, target: Engine | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Statistics:  # fmt: skip
-    with model.start(text.prompt, _options(options, setting), target=target, clock=clock) as stream:
+    with model.start(text.prompt, _options(options, setting), target=target, clock=clock, cold=True) as stream:
         ids = tuple(token.id for token in stream)
         if ids != text.token_ids:
             raise SpecRTError(f"{setting} gave other tokens than plain decoding: run 'specrt check'")

@@ -97,3 +97,11 @@ def test_few_calls_are_made() -> None:
     find(engine)
     assert len(engine.widths_used) < 120
     assert engine.kv_length < 200
+
+
+def test_widths_agree_if_one_group_holds_them_all() -> None:
+    exact = Exactness(((2, 4, 64), (6, 10)), (16,))
+    assert exact.agree((2, 4, 64))
+    assert exact.agree((6,))
+    assert not exact.agree((4, 6))
+    assert not exact.agree((4, 16))

@@ -131,7 +131,8 @@ def test_numbers_that_are_not_numbers_are_problems() -> None:
     nan = float("nan")
     engine = EngineCheck(
         name="target", num_rows=1, max_abs_diff=nan, mean_kl=nan, top1_agreement=0.0, exported_max_abs_diff=0.0,
-        exported_mean_kl=0.0, groups=((2,),), dependent=(), ladder=(2,), needs_exact_rows=True,
+        exported_mean_kl=0.0, groups=((2,),), dependent=(), ladder=(2,), exact_prefill=True,
+        needs_exact_rows=True,
     )  # fmt: skip
     assert len(engine.problems) == 2
 

@@ -416,7 +416,10 @@ def test_bench_engine_makes_9_rounds_unless_told_otherwise(
 def test_check_prints_what_it_found(tiny_artifact: Path) -> None:
     result = run("check", tiny_artifact, "--threads", 1)
     assert "sizes and SHA-256 as in the manifest" in result.stdout
-    assert "target: widths with the same bits: 2, 4, 6, 10, 16; the loop uses 2, 4, 6, 10, 16" in result.stdout
+    assert (
+        "target: widths with the same bits: 2, 4, 6, 10, 16; the loop uses 2, 4, 6, 10, 16; KV is reused token by token"
+        in result.stdout
+    )
     assert "draft: " in result.stdout
     assert result.stderr == ""
     data = json.loads(run("check", tiny_artifact, "--threads", 1, "--json").stdout)

@@ -171,3 +171,14 @@ def test_a_choice_that_cannot_be_kept_is_an_error(artifact: Path, tmp_path: Path
     file = MachineFile(artifact, engine="engine 1", threads=2, cache_dir=tmp_path / "file" / "cache")
     with pytest.raises(RequestError, match=r"cannot keep the choice in .*: name another cache folder"):
         file.choose(Choice(drafter="ngram", k=3))
+
+
+def test_that_prefill_calls_share_the_bits_is_remembered_and_not_assumed(artifact: Path, tmp_path: Path) -> None:
+    file = MachineFile(artifact, engine="engine 1", threads=1, cache_dir=tmp_path)
+    for shared in (True, False):
+        known = file.facts(lambda shared=shared: MachineFacts((2,), {2: 0.1}, exact_prefill=shared))  # type: ignore[misc]
+        assert known.exact_prefill == shared
+        assert file.facts(Measure()) == known
+        data = json.loads(file.path.read_text("utf-8"))
+        del data["exact_prefill"]
+        file.path.write_text(json.dumps(data), "utf-8")  # as written before it was measured

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import specrt
@@ -85,6 +86,26 @@ def test_one_seed_gives_one_text_at_any_k(model: specrt.LanguageModel) -> None:
         for drafter, k in settings(model):
             result, speculative_rows = generate(model, prompt, k=k, drafter=drafter, **options)
             assert (result.text, speculative_rows) == (plain.text, rows)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_kv_has_the_same_bits_however_it_was_written(
+    artifacts: dict[str, Path], machine_cache: Path, precision: str
+) -> None:
+    """Prefill calls from any token on, verify calls of every width, or both: what reuse of earlier texts rests on."""
+    with specrt.load(artifacts[precision], cache_dir=machine_cache) as loaded:
+        target: Any = loaded.target
+        ids = np.random.default_rng(0).integers(5, target.vocab_size, 1500).tolist()
+        target.rollback(0)
+        target.prefill(ids)
+        written = [value.numpy()[:, :, : len(ids)] for _, _, value in target._kv]
+        expected = [array.copy() for array in written]
+        for sizes in ([37, 900, 563], [1] + [16, 10, 6, 4, 2] * 20, [700, *[2, 6] * 20, 101]):
+            target.rollback(0)
+            for size in filter(None, [*sizes, len(ids) - sum(sizes)]):
+                piece = ids[target.kv_length : target.kv_length + size]
+                target.prefill(piece) if size > 16 else target.verify(piece)
+            assert all(np.array_equal(a, b) for a, b in zip(written, expected, strict=True))
 
 
 @pytest.mark.parametrize(("precision", "kl"), [("fp32", 1e-6), ("int8", 0.02), ("int4", 0.01)])

@@ -43,16 +43,8 @@ def speculation(options: Mapping[str, Any], *, default_k: int = 3, max_k: int = 
 
 
 def test_the_options_are_the_parameters_and_how_to_draft() -> None:
-    how = {
-        "drafter",
-        "k",
-        "prompt_lookup_max",
-        "prompt_lookup_min",
-        "chat_template_kwargs",
-        "max_step_ms",
-        "draft_budget_ms",
-        "suffix_cache",
-    }
+    how = {"drafter", "k", "max_step_ms", "draft_budget_ms", "prompt_lookup_max", "prompt_lookup_min", "suffix_cache"}
+    how |= {"chat_template_kwargs"}
     assert set(Options.__annotations__) == set(SamplingParams.__dataclass_fields__) | how
 
 

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from specrt.acceptance import Proposal
 from specrt.engine import Engine
+from specrt.prefix_cache import Reuse
 from specrt.sampling import Sampler
 
 
@@ -16,13 +17,13 @@ class ModelDrafter:
     Every proposal first feeds the tokens that the draft has not seen yet: one after a rejection, two after full
     acceptance, any number after steps that others drafted. Greedy and `gumbel` requests get deterministic
     guesses under the same parameters (and noise) as the target's; `rejection` requests get sampled ones with
-    their laws.
+    their laws. reuse: a prefix cache for the engine, if there is one.
     """
 
     name = "model"
 
-    def __init__(self, engine: Engine, *, vocab_size: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, vocab_size: int, reuse: Reuse | None = None) -> None:
+        self._engine, self._reuse = engine, reuse
         self._known = min(vocab_size, engine.vocab_size)
         self._row = np.full(vocab_size, -np.inf, np.float32)  # ids that the draft lacks stay impossible
         self._fed: list[int] = []  # what the draft's KV buffers hold
@@ -30,12 +31,15 @@ class ModelDrafter:
         self._sampler: Sampler | None = None
 
     def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
-        """Empty the draft's KV buffers and feed the prompt but its last token."""
-        self._engine.rollback(0)
-        self._fed, self._agreed, self._sampler = [], 0, sampler
-        if 1 < len(tokens) <= self._engine.capacity:
-            self._engine.prefill(tokens[:-1])
-            self._fed = list(tokens[:-1])
+        """Feed the prompt but its last token, as far as the draft's KV buffers cannot have it from before."""
+        prompt = list(tokens[:-1]) if len(tokens) <= self._engine.capacity else []
+        known = 0
+        if self._reuse is None:
+            self._engine.rollback(0)
+        else:
+            known = self._reuse(prompt, cold_bits=_samples(sampler))
+        self._engine.prefill(prompt[known:])
+        self._fed, self._agreed, self._sampler = prompt, 0, sampler
 
     def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
         """Guess up to `limit` tokens, fewer where the draft's own capacity ends."""
@@ -44,8 +48,7 @@ class ModelDrafter:
         if limit < 1:
             return Proposal()
         sampler, start = self._sampler, len(tokens)
-        sampled = sampler.params.coupling == "rejection" and sampler.params.temperature > 0
-        probs = np.zeros((limit, len(self._row))) if sampled else None
+        probs = np.zeros((limit, len(self._row))) if _samples(sampler) else None
         proposal: list[int] = []
         logits = self._catch_up(tokens)
         while True:
@@ -85,6 +88,11 @@ class ModelDrafter:
             return logits
         self._row[: self._known] = logits[: self._known]
         return self._row
+
+
+def _samples(sampler: Sampler) -> bool:
+    """Tell whether guesses are drawn from the draft's law, so that its bits decide a seed's text."""
+    return sampler.params.coupling == "rejection" and sampler.params.temperature > 0
 
 
 def _draw(sampler: Sampler, row: NDArray[np.float32], probs: NDArray[np.float64], start: int, node: int) -> int:
