@@ -237,7 +237,7 @@ def _remove_unused(model: ir.Model) -> None:
 
 
 def _dtype(value: ir.Value) -> str:
-    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32", "INT8": "int8"}
+    names = {"FLOAT": "float32", "INT64": "int64", "INT32": "int32", "INT8": "int8", "BOOL": "bool"}
     return names.get(value.dtype.name, value.dtype.name) if value.dtype is not None else "unknown"
 
 

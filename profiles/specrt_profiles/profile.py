@@ -22,7 +22,8 @@ class Profile:
     is the ladder of widths, in tokens, that a verify call may have: a proposal of k tokens takes the smallest
     width >= k + 1. Widths are even because a row's bits were measured to be the same for every even width, while
     width 1 and odd widths may take other kernels. `num_draft_tokens` is the k of a draft model if a request names none.
-    `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`.
+    `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`. `trees`: the target can verify
+    trees of proposals, for which every call pays a little.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Profile:
     kv_precision: KvPrecision = "fp32"
     dialect: DialectName = "ort"
     num_draft_tokens: int = 5
+    trees: bool = False
 
     def __post_init__(self) -> None:
         problem = self._problem()

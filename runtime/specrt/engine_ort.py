@@ -13,10 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.errors import EngineError
+from specrt.tree import ancestry, depths
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 
-_TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(int8)": "int8"}
+_TYPES = {
+    "tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(int8)": "int8",
+    "tensor(bool)": "bool",
+}  # fmt: skip
 
 
 class OrtEngine:
@@ -30,11 +34,11 @@ class OrtEngine:
         self.vocab_size = spec.vocab_size
         self.capacity = spec.capacity
         self.verify_widths = spec.verify_widths
-        self.takes_trees = False
         self.kv_length = 0
         self._call_start = 0
         self._prefill_width = spec.prefill_width
         self._names = {tensor.name for tensor in spec.inputs}
+        self.takes_trees = "tree_mask" in self._names
         self._kv = _allocate_kv(spec)
         self._logits = np.empty((max(spec.verify_widths), spec.vocab_size), np.float32)
         self._calls: dict[tuple[int, int], _Call] = {}
@@ -46,12 +50,12 @@ class OrtEngine:
 
     def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Feed n tokens in the smallest verify width that holds them; return a view of their logits [n, V]."""
-        if parents is not None:
-            raise EngineError("expected a chain, found a tree: this engine takes none")
+        if parents is not None and not self.takes_trees:
+            raise EngineError("expected a chain, found a tree: export with --trees for an engine that takes them")
         width = next((w for w in self.verify_widths if w >= len(token_ids)), None)
         if width is None:
             raise EngineError(f"expected at most {self.verify_widths[-1]} tokens to verify, found {len(token_ids)}")
-        return self._run(token_ids, width, num_rows=width)[: len(token_ids)]
+        return self._run(token_ids, width, num_rows=width, parents=parents)[: len(token_ids)]
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
         """Feed one token in a call of width 1; return a view of its logits [V]."""
@@ -88,7 +92,9 @@ class OrtEngine:
         self._kv = []
         self._session = None
 
-    def _run(self, token_ids: Sequence[int], width: int, *, num_rows: int) -> NDArray[np.float32]:
+    def _run(
+        self, token_ids: Sequence[int], width: int, *, num_rows: int, parents: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
         if self._session is None:
             raise EngineError("the engine is closed: load the artifact again")
         end = self.kv_length + len(token_ids)
@@ -97,7 +103,7 @@ class OrtEngine:
         call = self._calls.get((width, num_rows))
         if call is None:
             call = self._calls[width, num_rows] = self._bind(width, num_rows)
-        call.set(token_ids, self.kv_length, self.capacity - 1)
+        call.set(token_ids, self.kv_length, self.capacity - 1, parents)
         self._session.run_with_iobinding(call.binding)
         self._call_start, self.kv_length = self.kv_length, end
         return call.logits
@@ -133,6 +139,8 @@ class _Call:
         self._start = np.zeros(1, np.int64)
         self._rows = np.arange(len(logits))
         self._steps = np.arange(width)
+        self._tree = np.tri(width, dtype=np.bool_)[None]
+        self._is_tree = False
 
     def inputs(self) -> dict[str, NDArray[Any]]:
         """Return the arrays by input name; a graph has those of its dialect."""
@@ -142,13 +150,23 @@ class _Call:
             "seqlens_k": self._seqlens,
             "total_sequence_length": self._total,
             "write_indices": self._start,
+            "tree_mask": self._tree,
             "logits_indices": self._rows,
         }
 
-    def set(self, token_ids: Sequence[int], start: int, last_position: int) -> None:
+    def set(
+        self, token_ids: Sequence[int], start: int, last_position: int, parents: Sequence[int] | None = None
+    ) -> None:
         """Describe a call of `token_ids` from `start` on; padded rows keep whatever ids they have."""
-        self._ids[0, : len(token_ids)] = token_ids
+        count = len(token_ids)
+        self._ids[0, :count] = token_ids
         np.add(self._steps, start, out=self._positions[0])
+        if self._is_tree:
+            self._tree[0] = np.tri(len(self._steps), dtype=np.bool_)
+        self._is_tree = parents is not None
+        if parents is not None:
+            self._positions[0, :count] = np.add(depths(parents), start)
+            self._tree[0, :count, :count] = ancestry(parents)
         np.minimum(self._positions, last_position, out=self._positions)
         self._total[...] = start + len(self._steps)
         self._seqlens[0] = start + len(self._steps) - 1
