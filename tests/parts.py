@@ -67,6 +67,7 @@ def make_loop(
     eos: tuple[int, ...] = (),
     clock: Callable[[], float] | None = None,
     draft_budget_s: float | None = None,
+    strict: bool = False,
     **params: Any,
 ) -> Loop:
     """Return a loop over `target` with real sampler, stop rules and acceptance."""
@@ -79,7 +80,7 @@ def make_loop(
     controller = controller or FixedController(k)
     return Loop(
         target, drafter or NoDrafter(), sampler, stops, list(prompt), controller=controller, clock=clock,
-        draft_budget_s=draft_budget_s,
+        draft_budget_s=draft_budget_s, strict=strict,
     )  # fmt: skip
 
 

@@ -158,7 +158,7 @@ class LanguageModel:
         controller = self._controller(how, params, given)
         loop = Loop(
             target, self._drafter(how), sampler, stops, ids, controller=controller, clock=clock,
-            draft_budget_s=how.draft_budget_s,
+            draft_budget_s=how.draft_budget_s, strict=how.strict,
         )  # fmt: skip
         return Request(loop, stops, params, suffix_cache=how.suffix_cache)
 
