@@ -69,6 +69,7 @@ def make_loop(
     clock: Callable[[], float] | None = None,
     draft_budget_s: float | None = None,
     reuse: Reuse | None = None,
+    strict: bool = False,
     **params: Any,
 ) -> Loop:
     """Return a loop over `target` with real sampler, stop rules and acceptance."""
@@ -81,7 +82,7 @@ def make_loop(
     controller = controller or FixedController(k)
     return Loop(
         target, drafter or NoDrafter(), sampler, stops, list(prompt), controller=controller, clock=clock,
-        draft_budget_s=draft_budget_s, reuse=reuse,
+        draft_budget_s=draft_budget_s, strict=strict, reuse=reuse,
     )  # fmt: skip
 
 

@@ -119,6 +119,23 @@ class ToyEngine:
         return self._logits(prefix)
 
 
+class DriftingEngine(ToyEngine):
+    """Trees that show: rows behind another branch of their call are off, and so is whatever follows them once kept."""
+
+    _drifted = False
+
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+        rows = super().verify(token_ids, parents)
+        for row in range(len(rows)):
+            if self._drifted or (parents is not None and self.seen(row, parents) != list(range(row + 1))):
+                rows[row] = np.roll(rows[row], 1)
+        return rows
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._drifted = self._drifted or list(rows) != list(range(len(rows)))
+        super().keep(rows)
+
+
 class RowDependentEngine(ToyEngine):
     """Breaks the promise: its rows depend on the last token of the call, as per-tensor dynamic scales make them."""
 

@@ -77,7 +77,8 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     target = None if request.model is None else _prepare("target", request.model, profile, request, progress)
     draft = None
     if request.draft not in NO_ENGINE:
-        draft = _prepare("draft", request.draft, replace(profile, precision=profile.draft_precision), request, progress)
+        changed = replace(profile, precision=profile.draft_precision, trees=False)  # only targets verify
+        draft = _prepare("draft", request.draft, changed, request, progress)
     tokenizer = load_tokenizer(target.checkpoint) if target is not None else None
     if draft is not None:
         known = _tokens_in(request.add_to, base) if target is None else tokens_of(tokenizer)[: target.dims.vocab_size]

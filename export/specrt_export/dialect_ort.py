@@ -1,4 +1,8 @@
-"""The ORT dialect: attention as com.microsoft.GroupQueryAttention over KV buffers that are bound in place."""
+"""The ORT dialect: attention as com.microsoft.GroupQueryAttention over KV buffers that are bound in place.
+
+A graph that takes trees gives the operator a bias, which has to cover all slots. The operator still looks no further
+than a call's last slot, and calls that are no trees keep the bits they have without a bias.
+"""
 
 from typing import Any
 
@@ -6,14 +10,18 @@ import torch
 import torch.onnx
 
 from specrt_export.decoder import AttentionOptions, Call
+from specrt_export.mask import seen_slots
 from specrt_profiles.profile import Profile
+
+_BIAS = 10  # place of attention_bias among the inputs
 
 
 class OrtDialect:
     """Emits GroupQueryAttention: causal by position, cache written in place, rotation and soft cap included."""
 
     def __init__(self, profile: Profile) -> None:
-        self._capacity = profile.capacity
+        self._capacity, self._slots, self._trees = profile.capacity, profile.slots, profile.trees
+        self._tree_width = profile.verify_widths[-1]
 
     def attention(
         self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions
@@ -27,7 +35,7 @@ class OrtDialect:
             *flat,
             *past,
             call.inputs["seqlens_k"],
-            call.inputs["total_sequence_length"],
+            torch.tensor(self._slots, dtype=torch.int32) if self._trees else call.inputs["total_sequence_length"],
         ]
         attributes: dict[str, Any] = {
             "num_heads": heads,
@@ -39,8 +47,12 @@ class OrtDialect:
             tables = (options.rotary.cos.to(query.dtype), options.rotary.sin.to(query.dtype))
             inputs += [*tables, call.inputs["position_ids"]]
             attributes["rotary_interleaved"] = int(options.rotary.style == "interleaved")
-        if options.window is not None and options.window < self._capacity:
-            attributes["local_window_size"] = options.window
+        window = options.window if options.window is not None and options.window < self._capacity else None
+        if self._trees:
+            inputs += [None] * (_BIAS - len(inputs))
+            inputs.append(self._bias(call, window))
+        if window is not None:  # in slots, of which a token of a tree may have some behind its position
+            attributes["local_window_size"] = window + (self._tree_width if self._trees else 0)
         if options.softcap:
             attributes["softcap"] = float(options.softcap)
         out, *present = torch.onnx.ops.symbolic_multi_out(
@@ -50,3 +62,7 @@ class OrtDialect:
         )  # fmt: skip
         call.present[layer] = (present[0], present[1])
         return out.reshape(batch, width, heads, size)
+
+    def _bias(self, call: Call, window: int | None) -> torch.Tensor:
+        seen = seen_slots(call.inputs, slots=self._slots, window=window)
+        return torch.where(seen, 0.0, float("-inf"))

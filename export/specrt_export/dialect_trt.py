@@ -1,8 +1,8 @@
 """The TensorRT dialect: standard operators only, in the forms that TensorRT neither drops nor misreads.
 
 New keys and values go into their slots by TensorScatter-24, which TensorRT performs in place where the cache is an
-input of the network and the result an output. What a row may see is a mask made from the positions alone, because a
-slot's number is its token's position. See `lint_trt` for what TensorRT takes.
+input of the network and the result an output. What a row may see is a mask made in the graph, see `mask`. See
+`lint_trt` for what TensorRT takes.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 import torch.onnx
 
 from specrt_export.decoder import AttentionOptions, Call
+from specrt_export.mask import seen_slots
 from specrt_export.rotary import Rotary
 from specrt_profiles.profile import Profile
 
@@ -31,7 +32,8 @@ class TensorrtDialect:
             query, key = (_rotate(x, options.rotary, positions) for x in (query, key))
         past_key, past_value = call.past[layer]
         key, value = call.present[layer] = (_store(past_key, key, start), _store(past_value, value, start))
-        mask = self._mask(positions, options.window)
+        window = options.window if options.window is not None and options.window < self._capacity else None
+        mask = seen_slots(call.inputs, slots=self._slots, window=window)
         if options.softcap:
             out = _capped(query, key, value, mask, scale=options.scale, softcap=options.softcap)
         else:
@@ -40,17 +42,6 @@ class TensorrtDialect:
                 dtype=query.dtype, shape=query.shape,
             )  # fmt: skip
         return out.transpose(1, 2)
-
-    def _mask(self, position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Return the slots that each row sees, bool [B, 1, W, S]: its own, and those of the window before it.
-
-        Layers with one window share it: the optimizer merges what is computed twice.
-        """
-        slots, position = torch.arange(self._slots)[None, None, None], position_ids[:, None, :, None]
-        seen = slots <= position
-        if window is None or window >= self._capacity:
-            return seen
-        return seen & (slots > position - window)
 
 
 def _rotate(x: torch.Tensor, rotary: Rotary, position_ids: torch.Tensor) -> torch.Tensor:

@@ -268,7 +268,7 @@ def _remove_unused(model: ir.Model) -> None:
 
 def _dtype(value: ir.Value) -> str:
     names = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT64": "int64", "INT32": "int32",
-             "INT8": "int8"}  # fmt: skip
+             "INT8": "int8", "BOOL": "bool"}  # fmt: skip
     return names.get(value.dtype.name, value.dtype.name) if value.dtype is not None else "unknown"
 
 

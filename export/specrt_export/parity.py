@@ -131,6 +131,7 @@ class GraphRunner:
             "seqlens_k": np.array([start + width - 1], np.int32),
             "total_sequence_length": np.array(start + width, np.int32),
             "write_indices": np.array([start]),
+            "tree_mask": np.tri(width, dtype=np.bool_)[None],
             "logits_indices": np.arange(width),
         }
         for name in call.keys() & self._names:

@@ -30,7 +30,8 @@ class Profile:
     width >= k + 1. Widths are even because a row's bits were measured to be the same for every even width, while
     width 1 and odd widths may take other kernels. `num_draft_tokens` is the k of a draft model if a request names none.
     `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`. `kv_precision` is `int8` or
-    `same`, the type that the graph computes in (for which `fp32` is another name where that is the type).
+    `same`, the type that the graph computes in (for which `fp32` is another name where that is the type). `trees`: the
+    target can verify trees of proposals, for which every call pays a little.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Profile:
     kv_precision: KvPrecision = "same"
     dialect: DialectName = "ort"
     num_draft_tokens: int = 5
+    trees: bool = False
 
     def __post_init__(self) -> None:
         problem = self._problem()

@@ -6,10 +6,11 @@ slots, H heads of D values, V rows of the output matrix, T the type that the gra
 | tensor | type | shape | content |
 |---|---|---|---|
 | input_ids | int64 | [B, W] | the tokens; rows beyond the last real one hold any valid id |
-| position_ids | int64 | [B, W] | start .. start + W - 1, clamped to the last position the model knows |
+| position_ids | int64 | [B, W] | start .. start + W - 1, in a tree start + depth; at most the last the model knows |
 | seqlens_k (ORT) | int32 | [B] | start + W - 1: the KV length after the call, less one |
-| total_sequence_length (ORT) | int32 | [] | start + W |
+| total_sequence_length (ORT, without trees) | int32 | [] | start + W |
 | write_indices (TensorRT) | int64 | [B] | start: the first slot that the call writes |
+| tree_mask (`Profile.trees`) | bool | [B, W, W] | which rows of the call each row sees: itself and its ancestors |
 | logits_indices | int64 | [R] | which of the W rows get logits; R may be 0 |
 | past_key.{i}, past_value.{i} | T or int8 | [B, H_kv, S, D] | KV buffers of layer i, `start` slots valid |
 | logits | float32 | [B, R, V] | |
@@ -70,17 +71,17 @@ def present_names(layer: int) -> tuple[str, str]:
 def graph_inputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
     """Return the inputs of a graph in the profile's dialect, in graph order: the call, then the KV buffers."""
     batch = profile.batch_size
+    total = () if profile.trees else (TensorSpec(name="total_sequence_length", dtype="int32", shape=()),)
+    tree = (TensorSpec(name="tree_mask", dtype="bool", shape=(batch, WIDTH, WIDTH)),) if profile.trees else ()
     places = {
-        "ort": (
-            TensorSpec(name="seqlens_k", dtype="int32", shape=(batch,)),
-            TensorSpec(name="total_sequence_length", dtype="int32", shape=()),
-        ),
+        "ort": (TensorSpec(name="seqlens_k", dtype="int32", shape=(batch,)), *total),
         "tensorrt": (TensorSpec(name="write_indices", dtype="int64", shape=(batch,)),),
     }
     call = (
         TensorSpec(name="input_ids", dtype="int64", shape=(batch, WIDTH)),
         TensorSpec(name="position_ids", dtype="int64", shape=(batch, WIDTH)),
         *places[profile.dialect],
+        *tree,
         TensorSpec(name="logits_indices", dtype="int64", shape=(ROWS,)),
     )
     return call + _kv(dims, profile, past_names)

@@ -83,6 +83,11 @@ class Verdict:
         """How many proposed tokens were accepted."""
         return len(self.path)
 
+    @property
+    def is_first_branch(self) -> bool:
+        """Whether the accepted nodes are the first of the proposal: their rows stood where a chain's would."""
+        return self.path == tuple(range(len(self.path)))
+
 
 @dataclass(frozen=True, slots=True)
 class Law:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from specrt.errors import EngineError
 from specrt.kv import KvBlock, KvContents
+from specrt.tree import ancestry, depths
 from specrt_profiles.manifest import EngineSpec
 
 Array = NDArray[Any]
@@ -27,6 +28,7 @@ def input_types(width: int, num_rows: int) -> dict[str, tuple[tuple[int, ...], s
         "seqlens_k": ((1,), "int32"),
         "total_sequence_length": ((), "int32"),
         "write_indices": ((1,), "int64"),
+        "tree_mask": ((1, width, width), "bool"),
         "logits_indices": ((num_rows,), "int64"),
     }
 
@@ -40,13 +42,23 @@ class CallInputs:
         for array in arrays.values():
             array[...] = 0
         arrays["logits_indices"][:] = np.arange(len(arrays["logits_indices"]))
+        arrays["tree_mask"][0] = self._chain = np.tri(len(self._steps), dtype=np.bool_)
+        self._is_tree = False
 
-    def set(self, token_ids: Sequence[int], start: int, last_position: int) -> None:
+    def set(
+        self, token_ids: Sequence[int], start: int, last_position: int, parents: Sequence[int] | None = None
+    ) -> None:
         """Describe a call of `token_ids` from `start` on; padded rows keep whatever ids they have."""
-        arrays, end = self.arrays, start + len(self._steps)
-        arrays["input_ids"][0, : len(token_ids)] = token_ids
+        arrays, end, count = self.arrays, start + len(self._steps), len(token_ids)
+        arrays["input_ids"][0, :count] = token_ids
         positions = arrays["position_ids"]
         np.add(self._steps, start, out=positions[0])
+        if self._is_tree:
+            arrays["tree_mask"][0] = self._chain
+        self._is_tree = parents is not None
+        if parents is not None:
+            positions[0, :count] = np.add(depths(parents), start)
+            arrays["tree_mask"][0, :count, :count] = ancestry(parents)
         np.minimum(positions, last_position, out=positions)
         arrays["total_sequence_length"][...] = end
         arrays["seqlens_k"][0] = end - 1
@@ -71,8 +83,6 @@ class BoundEngine(abc.ABC):
     decode_width: 1, or the narrowest there is.
     """
 
-    takes_trees = False
-
     def __init__(self, spec: EngineSpec, *, platform: str, decode_width: int = 1) -> None:
         self.platform = platform
         self.vocab_size = spec.vocab_size
@@ -80,7 +90,9 @@ class BoundEngine(abc.ABC):
         self.verify_widths = spec.verify_widths
         self.kv_length = 0
         self.contents = KvContents(spec.capacity, spec.prefill_width)
+        self.takes_trees = any(tensor.name == "tree_mask" for tensor in spec.inputs)
         self._call_start = 0
+        self._tree_ids: tuple[int, ...] = ()  # of the last call, if it was a tree
         self._prefill_width, self._decode_width = spec.prefill_width, decode_width
         self._calls: dict[tuple[int, int], BoundCall] = {}
         self._closed = False
@@ -92,12 +104,12 @@ class BoundEngine(abc.ABC):
 
     def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
         """Feed n tokens in the smallest verify width that holds them; return a view of their logits [n, V]."""
-        if parents is not None:
-            raise EngineError("expected a chain, found a tree: this engine takes none")
+        if parents is not None and not self.takes_trees:
+            raise EngineError("expected a chain, found a tree: export with --trees for an engine that takes them")
         width = next((w for w in self.verify_widths if w >= len(token_ids)), None)
         if width is None:
             raise EngineError(f"expected at most {self.verify_widths[-1]} tokens to verify, found {len(token_ids)}")
-        return self._run(token_ids, width, num_rows=width)
+        return self._run(token_ids, width, num_rows=width, parents=parents)
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
         """Feed one token in a call of the decode width; return a view of its logits [V]."""
@@ -123,6 +135,8 @@ class BoundEngine(abc.ABC):
         places = [start + place for place, row in enumerate(rows) if place != row]
         if places:
             self._move([start + row for row in rows[-len(places) :]], places)
+        if self._tree_ids:
+            self.contents.wrote(start, [self._tree_ids[row] for row in rows], width=0)  # not the bits of any chain
         self.rollback(start + len(rows))
 
     def save(self, start: int, end: int) -> KvBlock:
@@ -139,16 +153,20 @@ class BoundEngine(abc.ABC):
             self._closed = True
             self._release()
 
-    def _run(self, token_ids: Sequence[int], width: int, *, num_rows: int) -> NDArray[np.float32]:
+    def _run(
+        self, token_ids: Sequence[int], width: int, *, num_rows: int, parents: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
         """Feed tokens behind `kv_length`; return a view of their logits, of as many as there are rows."""
         start, end = self.kv_length, self._end(len(token_ids))
         call = self._calls.get((width, num_rows))
         if call is None:
             call = self._calls[width, num_rows] = self._bind(width, num_rows)
-        call.inputs.set(token_ids, start, self.capacity - 1)
+        call.inputs.set(token_ids, start, self.capacity - 1, parents)
         self.contents.begin(start)
         call.run(len(token_ids))
-        self.contents.wrote(start, token_ids, width)
+        self._tree_ids = () if parents is None else tuple(token_ids)
+        if parents is None:  # what a tree leaves behind is known when its path is
+            self.contents.wrote(start, token_ids, width)
         self._call_start, self.kv_length = start, end
         return call.logits[: len(token_ids)]
 

@@ -17,8 +17,10 @@ from specrt.kv import KvBlock
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 
-_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16",
-          "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(int8)": "int8"}  # fmt: skip
+_TYPES = {
+    "tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16", "tensor(int64)": "int64",
+    "tensor(int32)": "int32", "tensor(int8)": "int8", "tensor(bool)": "bool",
+}  # fmt: skip
 
 
 class OrtEngine(BoundEngine):

@@ -186,7 +186,8 @@ class LanguageModel:
         controller = self._controller(how, params, given)
         loop = Loop(
             target, self._drafter(how, prefixes), sampler, stops, ids, controller=controller, clock=clock,
-            draft_budget_s=how.draft_budget_s, reuse=None if prefixes is None else partial(prefixes.reuse, self.target),
+            draft_budget_s=how.draft_budget_s, strict=how.strict,
+            reuse=None if prefixes is None else partial(prefixes.reuse, self.target),
         )  # fmt: skip
         return Request(loop, stops, params, suffix_cache=how.suffix_cache)
 

@@ -7,7 +7,8 @@ With n committed tokens, the last of which is not yet in the target's KV buffers
   tokens      n           accept -> a in 0 .. k, next token                    n' = n + a + 1
 
 The rows to keep are that of t_last and those of the accepted tokens: the first ones of a chain, those on the accepted
-path of a tree. Plain decoding is the drafter that proposes nothing.
+path of a tree. Other branches of a tree stand between these, which costs the rows their last bits; a strict request has
+such a path verified once more, as a chain. Plain decoding is the drafter that proposes nothing.
 """
 
 from collections.abc import Callable, Generator
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specrt.acceptance import accept
+from specrt.acceptance import Proposal, Verdict, accept
 from specrt.control import Controller, Step
 from specrt.drafters import Drafter
 from specrt.drafters.guard import GuardedDrafter
@@ -53,14 +54,14 @@ class Loop:
 
     def __init__(
         self, target: Engine, drafter: Drafter, sampler: Sampler, stops: StopRules, prompt: list[int], *,
-        controller: Controller, clock: Callable[[], float], draft_budget_s: float | None = None,
+        controller: Controller, clock: Callable[[], float], draft_budget_s: float | None = None, strict: bool = False,
         reuse: Reuse | None = None,
     ) -> None:  # fmt: skip
         self.tokens = list(prompt)
         self.stats = Statistics(drafter=drafter.name, num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = stops.exhausted()
         self._target, self._sampler, self._stops = target, sampler, stops
-        self._controller, self._clock, self._reuse = controller, clock, reuse
+        self._controller, self._clock, self._strict, self._reuse = controller, clock, strict, reuse
         self._drafter = GuardedDrafter(
             drafter, self.stats, vocab_size=target.vocab_size, takes_trees=target.takes_trees, budget_s=draft_budget_s,
             clock=clock,
@@ -106,7 +107,10 @@ class Loop:
                 draft_s=drafted - started, verify_s=verified - drafted,
             )
         )  # fmt: skip
-        block = (*(proposal.token_ids[node] for node in verdict.path), verdict.next_token)
+        judged = proposal
+        if self._strict and not verdict.is_first_branch:
+            judged, logits, verdict = self._judge_again(proposal, verdict)
+        block = (*(judged.token_ids[node] for node in verdict.path), verdict.next_token)
         rows = (0, *(node + 1 for node in verdict.path))
         committed = self._commit(block, logits, rows)
         self._target.keep(rows[: len(committed)])
@@ -119,6 +123,19 @@ class Loop:
         if stats.num_steps == 1:
             stats.first_token_s = stats.prefill_s + stats.decode_s
         return committed
+
+    def _judge_again(self, proposal: Proposal, verdict: Verdict) -> tuple[Proposal, NDArray[np.float32], Verdict]:
+        """Verify an accepted path as the chain it is, in the arithmetic of plain decoding, which has the last word."""
+        n, started = len(self.tokens), self._clock()
+        chain = Proposal(tuple(proposal.token_ids[node] for node in verdict.path))
+        self._target.rollback(n - 1)
+        logits = self._target.verify((self.tokens[-1], *chain.token_ids))
+        seconds = self._clock() - started
+        self.stats.num_recomputed += 1
+        self.stats.verify_s += seconds
+        self.stats.rest_s -= seconds
+        self._sampler.rewind(n)
+        return chain, logits, accept(chain, logits, self._sampler, start=n)
 
     def _commit(self, block: tuple[int, ...], logits: NDArray[np.float32], rows: tuple[int, ...]) -> list[Token]:
         """Pass a block's tokens, picked from `rows`, through the stop rules; the one that ends the text is the last."""

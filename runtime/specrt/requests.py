@@ -31,8 +31,9 @@ class Options(TypedDict, total=False):
     lengths of the n-grams that the `ngram` drafter looks up. suffix_cache: whether the `suffix` drafter also looks into
     the outputs of earlier requests that had it set, and keeps this one's for later ones; off unless set, because it
     lets others find out from the speed alone what was said. draft_budget_ms: a drafter that takes longer for a
-    proposal is dropped for the rest of the request. chat_template_kwargs: variables for the chat template
-    (`enable_thinking`, `tools`, ...), with a prompt of messages.
+    proposal is dropped for the rest of the request. strict: trees have the bits of plain decoding too, because accepted
+    paths that other branches cost their last bits are verified once more as chains. chat_template_kwargs: variables for
+    the chat template (`enable_thinking`, `tools`, ...), with a prompt of messages.
     """
 
     temperature: float | None
@@ -60,6 +61,7 @@ class Options(TypedDict, total=False):
     prompt_lookup_min: int | None
     suffix_cache: bool | None
     draft_budget_ms: float | None
+    strict: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -83,7 +85,7 @@ _ELSEWHERE = {  # what other libraries call it
     "eos_token_id": "stop_token_ids", "do_sample": "temperature", "bad_words_ids": "bad_words",
     "top_logprobs": "logprobs", "tools": "chat_template_kwargs", "enable_thinking": "chat_template_kwargs",
 }  # fmt: skip
-_FLAGS = ("ignore_eos", "suffix_cache")
+_FLAGS = ("ignore_eos", "suffix_cache", "strict")
 _NUMBERS = (
     "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "draft_budget_ms",
@@ -105,6 +107,7 @@ class Speculation:
     prompt_lookup_min: int
     suffix_cache: bool
     draft_budget_s: float | None
+    strict: bool
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def resolve_speculation(
     return Speculation(
         drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
         prompt_lookup_max=longest, prompt_lookup_min=shortest, suffix_cache=given.get("suffix_cache", False),
-        draft_budget_s=None if budget_ms is None else budget_ms / 1e3,
+        draft_budget_s=None if budget_ms is None else budget_ms / 1e3, strict=given.get("strict", False),
     )  # fmt: skip
 
 

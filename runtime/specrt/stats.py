@@ -34,6 +34,7 @@ class Statistics:
     num_steps: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
+    num_recomputed: int = 0
     num_drafter_faults: int = 0
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
@@ -51,12 +52,17 @@ class Statistics:
     @property
     def block_efficiency(self) -> float:
         """Tokens per target call; 0 if there was no call."""
-        return self.num_tokens / self.num_steps if self.num_steps else 0.0
+        return self.num_tokens / self.num_calls if self.num_steps else 0.0
 
     @property
     def mean_accepted(self) -> float:
         """Accepted tokens per target call; 0 if there was no call."""
-        return self.num_accepted / self.num_steps if self.num_steps else 0.0
+        return self.num_accepted / self.num_calls if self.num_steps else 0.0
+
+    @property
+    def num_calls(self) -> int:
+        """Target calls after prefill: one per step, and those that strict requests verified once more."""
+        return self.num_steps + self.num_recomputed
 
     @property
     def cached_rate(self) -> float:
@@ -121,9 +127,9 @@ class Statistics:
     def to_dict(self) -> dict[str, Any]:
         """Return counts, seconds and rates for JSON."""
         names = (
-            "drafter", "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_proposed",
-            "num_accepted", "num_drafter_faults", "proposed_by_position", "accepted_by_position", "prefill_s",
-            "draft_s", "verify_s", "rest_s", "first_token_s", "decode_s", "cached_rate", "acceptance_rate",
-            "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
+            "drafter", "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_calls", "num_proposed",
+            "num_accepted", "num_recomputed", "num_drafter_faults", "proposed_by_position", "accepted_by_position",
+            "prefill_s", "draft_s", "verify_s", "rest_s", "first_token_s", "decode_s", "cached_rate",
+            "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}

@@ -20,7 +20,7 @@ from specrt.drafters import Drafter
 from specrt.loop import Loop
 from specrt.sampling import SamplingParams
 from specrt.stops import StopRules
-from toy import ToyEngine
+from toy import DriftingEngine, ToyEngine
 
 V = 4
 GRID = 12  # all laws are multiples of 1 / GRID
@@ -282,6 +282,7 @@ def exact_law(length: int, salt: int, stop: int | None) -> Distribution:
 def loop_law(
     guess: Guess | None, *, k: int, length: int, salt: int, stop: int | None = None, choose_k: type[EveryK] = EveryK,
     make_chooser: Callable[[Branches], Any] = ExactChooser, make_engine: type[ToyEngine] = ToyEngine,
+    strict: bool = False,
 ) -> Distribution:  # fmt: skip
     def run(branches: Branches) -> Text:
         chooser = make_chooser(branches)
@@ -291,7 +292,7 @@ def loop_law(
         stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
         picker: Any = ExactPicker(chooser)
         controller = FixedController(k if guess else 0)
-        loop = Loop(engine, drafter, picker, stops, [0], controller=controller, clock=lambda: 0.0)
+        loop = Loop(engine, drafter, picker, stops, [0], controller=controller, clock=lambda: 0.0, strict=strict)
         texts = tuple(token.id for token in loop.run())
         assert not loop.stats.num_drafter_faults
         return texts
@@ -375,6 +376,28 @@ def test_a_tree_that_was_drawn_has_exactly_the_targets_law() -> None:
 @pytest.mark.parametrize("salt", SALTS)
 def test_a_stop_inside_a_tree_keeps_the_law(salt: int) -> None:
     assert error(loop_law(tree_guess(2, 2), k=3, length=4, salt=salt, stop=2), exact_law(4, salt, 2)) == 0
+
+
+class OneNumberPerPosition(ExactChooser):
+    """Final tokens by inverse CDF, from one number for each position however often it is decided."""
+
+    def __init__(self, branches: Branches) -> None:
+        super().__init__(branches)
+        self._cells: dict[int, int] = {}
+
+    def token(self, weights: np.ndarray, *, position: int) -> int:
+        if position not in self._cells:
+            self._cells[position] = self._branches.pick([Fraction(1, GRID)] * GRID)
+        return inverse(list(weights / weights.sum()), Fraction(self._cells[position], GRID))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_strict_request_has_the_targets_law_although_trees_drift(strict: bool) -> None:
+    found = loop_law(
+        tree_guess(2), k=2, length=3, salt=0, make_engine=DriftingEngine, make_chooser=OneNumberPerPosition,
+        strict=strict,
+    )  # fmt: skip
+    assert (error(found, exact_law(3, 0, None)) == 0) == strict
 
 
 class SiblingsSeen(ToyEngine):

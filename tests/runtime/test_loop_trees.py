@@ -8,7 +8,7 @@ import pytest
 
 from parts import ListDrafter, chi_square, chi_square_limit, grow, run
 from specrt.acceptance import Proposal
-from toy import ToyEngine, hashed_logits
+from toy import DriftingEngine, ToyEngine, hashed_logits
 
 V = 5
 KS = (1, 3, 5, 9, 15)
@@ -208,6 +208,56 @@ def test_a_cut_tree_counts_up_to_the_cut() -> None:
     assert plain[0] not in plain[1:]
     _, loop, _ = run(ToyEngine(V), trees("right in second place", (2, 2)), k=6, max_tokens=30, eos=(plain[0],))
     assert (loop.stats.num_proposed, loop.stats.num_accepted, loop.stats.num_tokens) == (2, 1, 1)
+
+
+STRICT: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "gumbel": {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.3, "logprobs": 2},
+    "rejection": {"temperature": 0.9, "seed": 3, "coupling": "rejection", "frequency_penalty": 0.2},
+}
+
+
+@pytest.mark.parametrize("kind", STRICT)
+@pytest.mark.parametrize("name", CHILDREN)
+def test_strict_requests_have_plain_decodings_output_from_an_engine_whose_trees_drift(name: str, kind: str) -> None:
+    params: dict[str, Any] = {"max_tokens": 40, **STRICT[kind]}
+    plain = run(ToyEngine(V), **params)[2]
+    drifts = recomputed = 0
+    for shape in SHAPES:
+        loose, _, _ = run(DriftingEngine(V), trees(name, shape), k=9, **params)
+        drifts += loose != [token.id for token in plain]
+        _, loop, tokens = run(DriftingEngine(V), trees(name, shape), k=9, strict=True, **params)
+        assert tokens == plain
+        assert loop.stats.num_tokens == loop.stats.num_accepted + loop.stats.num_steps
+        assert loop.stats.num_drafter_faults == 0
+        recomputed += loop.stats.num_recomputed
+    assert (drifts > 0) == (recomputed > 0) == ((name, kind) != ("wrong", "greedy"))
+
+
+def test_only_paths_that_leave_the_first_branch_are_verified_once_more() -> None:
+    first, other = trees("right", (2, 1, 1), depth_first=True), trees("right in second place", (2,))
+    _, loop, _ = run(ToyEngine(V), first, k=5, strict=True, max_tokens=41)
+    assert (loop.stats.num_recomputed, loop.stats.num_calls) == (0, loop.stats.num_steps)
+    engine = ToyEngine(V)
+    _, loop, _ = run(engine, other, k=2, strict=True, max_tokens=40)
+    stats = loop.stats
+    assert 0 < stats.num_recomputed == stats.num_accepted
+    assert stats.num_calls == stats.num_steps + stats.num_recomputed == len(engine.widths_used) - 1
+    assert stats.block_efficiency == 40 / stats.num_calls
+    assert engine.num_moved == 0
+
+
+def test_a_second_verification_counts_as_time_of_the_target() -> None:
+    seconds = [0.0]
+
+    class Slow(ToyEngine):
+        def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> np.ndarray:
+            seconds[0] += 1.0
+            return super().verify(token_ids, parents)
+
+    drafter = trees("right in second place", (2,))
+    _, loop, _ = run(Slow(V), drafter, k=2, strict=True, max_tokens=20, clock=lambda: seconds[0])
+    assert (loop.stats.verify_s, loop.stats.rest_s) == (loop.stats.num_calls, 0)
 
 
 class ChainEngine(ToyEngine):
