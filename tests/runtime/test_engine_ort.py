@@ -200,12 +200,18 @@ def test_poison_within_the_length_is_seen(engine: OrtEngine) -> None:
 
 
 def test_poison_before_a_request_changes_nothing(tiny_model: specrt.LanguageModel) -> None:
-    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, "k": 5}
-    clean = tiny_model.generate("the quick", drafter="model", **options)
+    options: Any = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, "k": 5, "drafter": "model"}
+
+    def generate() -> specrt.Result:
+        with tiny_model.start("the quick", options, cold=True) as stream:  # nothing is reused that was known
+            list(stream)
+            return stream.result
+
+    clean = generate()
     for engine in tiny_model._engines.values():
         for array in kv(engine):  # type: ignore[arg-type]
             array[:] = np.nan
-    again = tiny_model.generate("the quick", drafter="model", **options)
+    again = generate()
     assert (again.token_ids, again.logprobs) == (clean.token_ids, clean.logprobs)
     assert again.stats.num_accepted == clean.stats.num_accepted
 
