@@ -128,9 +128,7 @@ def test_a_setting_that_gives_other_tokens_is_found(bench: Run, tiny_model: Lang
     options = {"max_tokens": 20, "ignore_eos": True, "temperature": temperature}
     bench(options=options)
     model.start = wrong
-    with pytest.raises(
-        SpecRTError, match=r"ngram k=3 gave other tokens than plain on 'def mean\(values\):': run"
-    ):
+    with pytest.raises(SpecRTError, match=r"ngram k=3 gave other tokens than plain on 'def mean\(values\):': run"):
         bench(options=options)
 
 
