@@ -1,6 +1,6 @@
 # All targets create the environment when it is missing. Variables: VENV (environment), PYTHON (interpreter that
-# makes it), ARTIFACT (folder to use), ARGS (passed on), PEERS_VENV (environments of bench-peers), GPU_VENV and
-# GPU_EXTRAS (environment of gpu-check and what is in it).
+# makes it), ARTIFACT (folder to use), ARGS (passed on), BUILDER (of TensorRT plans), PEERS_VENV (environments of
+# bench-peers), GPU_VENV and GPU_EXTRAS (environment of gpu-check and what is in it).
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 GPU_VENV ?= .venv-gpu
@@ -10,6 +10,8 @@ ARTIFACT ?= artifacts/smollm2-135m
 OUT ?= artifacts/$(patsubst %.gguf,%,$(notdir $(MODEL:/=)))
 PROMPT ?= Summarise in one sentence: The library will be closed on Monday and Tuesday because the heating has to be repaired. \
   Books that are due on these days can be returned on Wednesday without a fine.
+EXPORT_FOR_tensorrt = --dialect tensorrt $(if $(PRECISION),,--precision fp16)
+PLAN_FOR_tensorrt = $(RUN)/specrt plan $(if $(BUILDER),--builder $(BUILDER))
 READY := $(VENV)/.specrt-ready
 RUN := $(VENV)/bin
 PEERS_READY := $(PEERS_VENV)/specrt/.specrt-ready
@@ -38,10 +40,11 @@ lint: $(READY) ## Check style and types.
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-export: $(READY) ## Export MODEL=... [DRAFT=...] [PROFILE=...] [PRECISION=...] [CAPACITY=...] [OUT=...].
+export: $(READY) ## Export MODEL=... [TARGET=tensorrt] [DRAFT=...] [PROFILE=...] [PRECISION=...] [CAPACITY=...] [OUT=...].
 	@test -n "$(MODEL)" || { echo "error: give MODEL=..., a built-in name, hub id, directory or .gguf file" >&2; exit 1; }
 	@$(RUN)/specrt export "$(MODEL)" --out "$(OUT)" $(if $(DRAFT),--draft "$(DRAFT)") $(if $(PROFILE),--profile "$(PROFILE)") \
-	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(ARGS)
+	  $(if $(PRECISION),--precision $(PRECISION)) $(if $(CAPACITY),--capacity $(CAPACITY)) $(EXPORT_FOR_$(TARGET)) $(ARGS)
+	$(if $(PLAN_FOR_$(TARGET)),@$(PLAN_FOR_$(TARGET)) "$(OUT)")
 
 generate: $(READY) ## Generate from PROMPT="..." with ARTIFACT=... .
 	@$(RUN)/specrt generate "$(ARTIFACT)" "$(PROMPT)" $(ARGS)

@@ -57,19 +57,16 @@ def fp32(tensor: torch.Tensor) -> NDArray[np.float32]:
     return array
 
 
-def as_stored(make: Callable[[], NDArray[np.float32]], dtype: ir.DataType, name: str) -> NDArray[np.generic]:
-    """Return what `make` gives in a float type.
-
-    Raises `UnsupportedModelError` for a value beyond its range.
-    """
+def as_stored(make: Callable[[], NDArray[np.float32]], dtype: ir.DataType) -> NDArray[np.generic]:
+    """Return what `make` gives in a float type."""
     content = make()
-    if dtype == ir.DataType.FLOAT:
-        return content
-    with np.errstate(over="ignore"):
-        rounded: NDArray[np.generic] = content.astype(dtype.numpy())
-    if not np.isfinite(rounded.astype(np.float32)).all():
-        raise UnsupportedModelError(f"{name}: has values beyond the range of {dtype.name.lower()}: choose bf16 or fp32")
-    return rounded
+    return content if dtype == ir.DataType.FLOAT else content.astype(dtype.numpy())
+
+
+def check_range(name: str, tensor: torch.Tensor, dtype: ir.DataType) -> None:
+    """Raise `UnsupportedModelError` for a weight with values that its type in the graph cannot hold."""
+    if dtype == ir.DataType.FLOAT16 and tensor.numel() and float(tensor.abs().max()) > np.finfo(np.float16).max:
+        raise UnsupportedModelError(f"{name}: has values beyond the range of float16: choose bf16 or fp32")
 
 
 def as_rows(tensor: torch.Tensor, stored_transposed: bool) -> NDArray[np.float32]:

@@ -264,35 +264,31 @@ def _prove(
     request: EngineRequest, path: Path, texts: list[list[int]], source: list[NDArray[np.float32]]
 ) -> tuple[Parity, tuple[int, ...]]:
     """Compare the written graph with the source, and find the widths that give equal bits."""
-    with _opened(request, path) as runner:
-        return _measure(request, runner, texts, source)
-
-
-def _opened(request: EngineRequest, path: Path) -> contextlib.AbstractContextManager[parity.GraphRunner]:
-    """Open a written graph, or a copy that rounds alike where ONNX Runtime does not compute in its type."""
     profile = request.profile
-    if profile.float_type == "bfloat16":
-        return _in_fp32_arithmetic(request, path, rounded=True)
-    inputs, outputs = graph_inputs(request.dims, profile), graph_outputs(request.dims, profile)
-    return contextlib.nullcontext(parity.GraphRunner(path, inputs, outputs, profile))
-
-
-def _measure(
-    request: EngineRequest, runner: parity.GraphRunner, texts: list[list[int]], source: list[NDArray[np.float32]]
-) -> tuple[Parity, tuple[int, ...]]:
-    profile = request.profile
-    measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
+    with _opened(request, path, rounded=profile.float_type != "float32") as runner:
+        measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
     rounds_kv_alone = profile.precision == "fp32" and profile.kv_precision == "int8"
     bounds = parity.BOUNDS["int8" if rounds_kv_alone else profile.precision]
     parity.check(measured, bounds, f"{request.checkpoint.name} at {profile.precision}")
     widths = sorted({*profile.verify_widths, profile.prefill_width})
-    exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)
+    with _opened(request, path, rounded=profile.float_type == "bfloat16") as runner:
+        exact = find_exact_widths(runner, widths, vocab_size=request.dims.vocab_size, capacity=profile.capacity)
     ladder = exact.ladder(profile.verify_widths)
     if not ladder:
         raise ExportError(
             f"{request.checkpoint.name}: rows of a call influence each other at every width: not lossless"
         )
     return measured, ladder
+
+
+def _opened(
+    request: EngineRequest, path: Path, *, rounded: bool
+) -> contextlib.AbstractContextManager[parity.GraphRunner]:
+    """Open a written graph, or a copy that rounds as the graph's type does; see `wide`."""
+    if rounded:
+        return _in_fp32_arithmetic(request, path, rounded=True)
+    inputs, outputs = graph_inputs(request.dims, request.profile), graph_outputs(request.dims, request.profile)
+    return contextlib.nullcontext(parity.GraphRunner(path, inputs, outputs, request.profile))
 
 
 def _model_info(checkpoint: Checkpoint, architecture: str) -> ModelInfo:

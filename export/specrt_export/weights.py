@@ -25,6 +25,7 @@ from specrt_export.editor import (
     LazyParts,
     as_rows,
     as_stored,
+    check_range,
     fp32,
     is_embedding,
     is_plain_gemm,
@@ -110,8 +111,9 @@ def attach_weights(
     for name, tensor in tensors.items():
         value, dtype = graph.initializers[name], graph.initializers[name].dtype
         assert dtype is not None
+        check_range(name, tensor, dtype)
         content = partial(_divided, tensor, store.divided.get(name))
-        value.const_value = lazy(name, tensor.shape, partial(as_stored, content, dtype, name), dtype)
+        value.const_value = lazy(name, tensor.shape, partial(as_stored, content, dtype), dtype)
         if dtype != ir.DataType.FLOAT:
             store.rounding.setdefault(name, partial(_in_type, dtype=dtype))
     return store.rounding
@@ -155,7 +157,7 @@ class _Store:
             return
         name, tensor, dtype = str(weight.name), self._tensors[str(weight.name)], weight.dtype
         assert dtype is not None
-        content = partial(as_stored, lambda: np.ascontiguousarray(fp32(tensor).T), dtype, name)
+        content = partial(as_stored, lambda: np.ascontiguousarray(fp32(tensor).T), dtype)
         flipped = self._editor.initializer(f"{name}.T", dtype, tuple(reversed(tensor.shape)), content)
         node.replace_input_with(1, flipped)
 

@@ -1,7 +1,8 @@
-"""A graph of 16-bit floats in fp32 arithmetic, to compare it with its source where no engine computes in its type.
+"""A graph of 16-bit floats in fp32 arithmetic, to compare it with its source on a CPU.
 
-Weights keep the values they are stored with. ONNX Runtime's CPU provider has no products in bfloat16, so such a graph
-is judged by a copy that computes in fp32 and rounds the result of every node to bfloat16.
+ONNX Runtime's CPU provider has no products in bfloat16, and computes most operators of a float16 graph in fp32 without
+rounding in between, so that neither what such a graph costs nor an overflow would be seen. A copy that computes in fp32
+and rounds the result of every node to its type shows both; weights keep the values they are stored with.
 """
 
 import onnx_ir as ir

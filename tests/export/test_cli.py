@@ -118,6 +118,32 @@ def test_make_export_names_the_folder_after_the_model(tmp_path: Path, model: str
     assert f'export "{model}" --out "{out}"' in shown
 
 
+def test_make_export_for_tensorrt_builds_a_plan_as_well(tmp_path: Path) -> None:
+    (tmp_path / ".specrt-ready").touch()
+    words = [
+        "make",
+        "-n",
+        "-o",
+        f"{tmp_path}/.specrt-ready",
+        "export",
+        "MODEL=some",
+        "TARGET=tensorrt",
+        f"VENV={tmp_path}",
+    ]
+    for more, precision, builder in (
+        ([], "fp16", ""),
+        (["PRECISION=int4", "BUILDER=tensorrt"], "int4", "--builder tensorrt"),
+    ):
+        done = subprocess.run(
+            [*words, *more], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+        )
+        first, second = (" ".join(text.split()) for text in done.stdout.replace("\\\n", " ").strip().splitlines()[-2:])
+        assert "--dialect tensorrt" in first
+        assert first.count("--precision") == 1
+        assert f"--precision {precision}" in first
+        assert second == f'{tmp_path}/bin/specrt plan {builder} "artifacts/some"'.replace("  ", " ")
+
+
 @pytest.mark.parametrize("option", [["--precision", "fp8"], ["--add-to", "/no/such/folder"], ["--capcity", "3"]])
 def test_a_wrong_option_is_named(tmp_path: Path, option: list[str]) -> None:
     result = run("export", "model", "-o", tmp_path / "out", *option)

@@ -199,7 +199,6 @@ def test_a_draft_has_its_own_precision_in_this_dialect_too(half_artifact: Path) 
 
 
 def test_weights_beyond_the_range_of_half_precision_are_refused(tmp_path: Path) -> None:
-    import torch
     from safetensors.torch import load_file, save_file
 
     source = tiny.make_model("llama", tmp_path / "source")
@@ -209,6 +208,19 @@ def test_weights_beyond_the_range_of_half_precision_are_refused(tmp_path: Path) 
     with pytest.raises(UnsupportedModelError, match=r"down_proj.*beyond the range of float16: choose bf16 or fp32"):
         tiny.export_tiny(source, tmp_path / "out", profile=tiny.profile(dialect="tensorrt", precision="fp16"))
     assert not (tmp_path / "out").exists()
+
+
+def test_activations_beyond_the_range_of_half_precision_are_refused(tmp_path: Path) -> None:
+    """ONNX Runtime's CPU provider would not notice: it computes between products in fp32."""
+    from safetensors.torch import load_file, save_file
+
+    source = tiny.make_model("llama", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    for name, scale in (("gate", 3e3), ("up", 3e3), ("down", 1e-6)):
+        weights[f"model.layers.0.mlp.{name}_proj.weight"] *= scale
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ExportError, match="the graph gives logits that are not numbers"):
+        tiny.export_tiny(source, tmp_path / "out", profile=tiny.profile(dialect="tensorrt", precision="fp16"))
 
 
 def test_the_ort_dialect_has_fp16_too(tiny_source: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def typed(node: ir.Node, name: str, kind: ir.DataType) -> ir.Value:
 
 
 def model(kind: ir.DataType) -> ir.Model:
-    """X in fp32 -> half; * weight; + constant; exp; handed out in fp32; and a buffer that is passed through."""
+    """X in fp32 -> half; * weight; + constant; sign; handed out in fp32; and a buffer that is passed through."""
     x = ir.Value(name="x", shape=ir.Shape([1, 64]), type=ir.TensorType(ir.DataType.FLOAT))
     past = ir.Value(name="past", shape=ir.Shape([1, 64]), type=ir.TensorType(kind))
     tensor = ir.tensor(WEIGHT.astype(kind.numpy()), name="w")
@@ -32,7 +32,7 @@ def model(kind: ir.DataType) -> ir.Model:
     narrow = ir.node("Cast", [x], {"to": kind.value})
     product = ir.node("Mul", [typed(narrow, "narrow", kind), weight])
     total = ir.node("Add", [typed(product, "product", kind), constant.outputs[0]])
-    wave = ir.node("Tanh", [typed(total, "total", kind)])
+    wave = ir.node("Neg", [typed(total, "total", kind)])
     wide = ir.node("Cast", [typed(wave, "wave", kind)], {"to": ir.DataType.FLOAT.value})
     present = ir.node("Identity", [past])
     outputs = [typed(wide, "y", ir.DataType.FLOAT), typed(present, "present", kind)]
@@ -50,11 +50,22 @@ def run(built: ir.Model, path: Path, past: np.dtype) -> np.ndarray:
     return found
 
 
-def test_a_rounded_copy_has_the_bits_of_the_graph(tmp_path: Path) -> None:
-    wanted = run(model(HALF), tmp_path / "half.onnx", np.dtype(np.float16))
-    copy = model(HALF)
+@pytest.mark.parametrize("kind", [HALF, ir.DataType.BFLOAT16])
+def test_a_rounded_copy_has_the_bits_of_arithmetic_in_its_type(tmp_path: Path, kind: ir.DataType) -> None:
+    half = kind.numpy()
+    product = X.astype(half) * WEIGHT.astype(half)
+    wanted = -(product + np.array(1 / 3, np.float32).astype(half))
+    assert wanted.dtype == half
+    copy = model(kind)
     widen(copy.graph, rounded=True)
-    np.testing.assert_array_equal(run(copy, tmp_path / "wide.onnx", np.dtype(np.float32)), wanted)
+    found = run(copy, tmp_path / "wide.onnx", np.dtype(np.float32))
+    np.testing.assert_array_equal(found, wanted.astype(np.float32))
+
+
+def test_onnx_runtime_itself_rounds_less(tmp_path: Path) -> None:
+    """Why the copy is compared with the source: the CPU provider has no kernels in float16 for most operators."""
+    found = run(model(HALF), tmp_path / "half.onnx", np.dtype(np.float16))
+    assert (found != found.astype(np.float16)).any()
 
 
 @pytest.mark.parametrize("kind", [HALF, ir.DataType.BFLOAT16])
@@ -63,11 +74,4 @@ def test_an_unrounded_copy_rounds_weights_and_constants_alone(tmp_path: Path, ki
     widen(copy.graph, rounded=False)
     weight, third = (v.astype(kind.numpy()).astype(np.float32) for v in (WEIGHT, np.array(1 / 3, np.float32)))
     found = run(copy, tmp_path / "wide.onnx", np.dtype(np.float32))
-    np.testing.assert_allclose(found, np.tanh(X * weight + third), atol=3e-7)
-
-
-def test_a_copy_in_bfloat16_is_rounded_to_its_eight_bits(tmp_path: Path) -> None:
-    copy = model(ir.DataType.BFLOAT16)
-    widen(copy.graph, rounded=True)
-    found = run(copy, tmp_path / "wide.onnx", np.dtype(np.float32))
-    assert not (found.view(np.uint32) & 0xFFFF).any()
+    np.testing.assert_allclose(found, -(X * weight + third), atol=1e-6)
