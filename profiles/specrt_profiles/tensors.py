@@ -30,7 +30,15 @@ from specrt_profiles.profile import KvName, Profile
 
 WIDTH = "width"
 ROWS = "rows"
-ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1}
+ELEMENT_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "bool": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

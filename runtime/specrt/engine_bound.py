@@ -80,8 +80,10 @@ class BoundCall:
 class BoundEngine(abc.ABC):
     """An engine whose calls are bound once; see `KvEngine` for the contract.
 
-    decode_width: 1, or the narrowest there is.
+    decode_width: 1, or the narrowest there is. `copies_kv`: `_move`, `save` and `restore` are there.
     """
+
+    copies_kv = False
 
     def __init__(self, spec: EngineSpec, *, platform: str, decode_width: int = 1) -> None:
         self.platform = platform
@@ -90,7 +92,7 @@ class BoundEngine(abc.ABC):
         self.verify_widths = spec.verify_widths
         self.kv_length = 0
         self.contents = KvContents(spec.capacity, spec.prefill_width)
-        self.takes_trees = any(tensor.name == "tree_mask" for tensor in spec.inputs)
+        self.takes_trees = self.copies_kv and any(tensor.name == "tree_mask" for tensor in spec.inputs)
         self._call_start = 0
         self._tree_ids: tuple[int, ...] = ()  # of the last call, if it was a tree
         self._prefill_width, self._decode_width = spec.prefill_width, decode_width

@@ -26,6 +26,8 @@ _TYPES = {
 class OrtEngine(BoundEngine):
     """A decoder on ONNX Runtime's CPU execution provider; see `KvEngine` for the contract."""
 
+    copies_kv = True
+
     def __init__(self, folder: Path, spec: EngineSpec, *, threads: int | None) -> None:
         require("cpu", "onnxruntime")
         super().__init__(spec, platform=engine_version())
