@@ -48,14 +48,14 @@ def metrics() -> Metrics:
 
 def fail(model: LanguageModel) -> None:
     target: Any = model.target
-    verify, target.verify = target.verify, lambda ids: 1 / 0
+    verify, target.verify = target.verify, lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         model.generate(PROMPT)
     target.verify = verify
 
 
 def interrupt(model: LanguageModel) -> None:
-    def verify(ids: Any) -> Any:
+    def verify(*_: Any) -> Any:
         raise KeyboardInterrupt
 
     target: Any = model.target
@@ -162,10 +162,11 @@ def test_sums_are_those_of_the_requests(model: LanguageModel, reports: Reports, 
         requests = [stats for stats, _ in reports.seen if stats.drafter == drafter]
         for name, field in {
             "spec_decode_num_drafts": "num_drafts", "spec_decode_num_draft_tokens": "num_proposed",
-            "spec_decode_num_accepted_tokens": "num_accepted", "verify_calls": "num_calls", "generation_tokens": "num_tokens",
-            "prompt_tokens": "num_prompt_tokens", "prefix_cache_hits": "num_cached_tokens",
+            "spec_decode_num_accepted_tokens": "num_accepted", "verify_calls": "num_calls",
+            "generation_tokens": "num_tokens", "prompt_tokens": "num_prompt_tokens",
+            "prefix_cache_hits": "num_cached_tokens", "drafter_faults": "num_drafter_faults",
             "prefill_seconds": "prefill_s", "draft_seconds": "draft_s", "verify_seconds": "verify_s",
-            "rest_seconds": "rest_s", "drafter_faults": "num_drafter_faults",
+            "rest_seconds": "rest_s",
         }.items():  # fmt: skip
             assert found[f"{name}_total", drafter] == pytest.approx(sum(getattr(stats, field) for stats in requests))
         assert found["request_generation_tokens_count", drafter] == len(requests)
