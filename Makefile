@@ -25,7 +25,7 @@ help: ## Show this list.
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,bench,export,test,lint]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,bench,metrics,export,test,lint]'
 	@touch $@
 
 demo: $(READY) ## Export SmolLM2-135M (once) and generate an answer with n-gram speculation.

@@ -56,6 +56,9 @@ class ToyEngine:
         width = next(w for w in self.verify_widths if w >= len(token_ids))
         start = self._start = self.kv_length
         self._call(token_ids, width)
+        self._is_tree = parents is not None
+        if self._is_tree:  # what it leaves behind is known when its path is
+            self.contents.begin(start)
         parents = range(-1, len(token_ids) - 1) if parents is None else parents
         return np.stack([self._row(start, self.seen(row, parents)) for row in range(len(token_ids))])
 
@@ -69,6 +72,8 @@ class ToyEngine:
         for place, row in enumerate(rows):
             self.num_moved += place != row
             self._slots[self._start + place] = self._slots[self._start + row]
+        if self._is_tree:
+            self.contents.wrote(self._start, self._slots[self._start : self._start + len(rows)], width=0)
         self.rollback(self._start + len(rows))
         self._slots[self.kv_length :] = [POISON] * (len(self._slots) - self.kv_length)
 

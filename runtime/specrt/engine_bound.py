@@ -136,6 +136,7 @@ class BoundEngine(abc.ABC):
             raise EngineError(f"expected rising rows of the {count} of the last call, found {tuple(rows)}")
         places = [start + place for place, row in enumerate(rows) if place != row]
         if places:
+            self.contents.begin(places[0])
             self._move([start + row for row in rows[-len(places) :]], places)
         if self._tree_ids:
             self.contents.wrote(start, [self._tree_ids[row] for row in rows], width=0)  # not the bits of any chain

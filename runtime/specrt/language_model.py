@@ -31,7 +31,7 @@ from specrt.requests import (
 )
 from specrt.sampling import Sampler, SamplingParams
 from specrt.stops import StopRules
-from specrt.stream import Request, Result, Stream, check_process
+from specrt.stream import Observer, Request, Result, Stream, check_process
 from specrt.text import Tokenizer
 from specrt_profiles.generation import read_generation
 from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
@@ -39,7 +39,7 @@ from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_m
 
 def load(
     path: str | Path, *, device: str | None = None, threads: int | None = None, cache_dir: str | Path | None = None,
-    prefix_cache_mib: float | None = 0,
+    prefix_cache_mib: float | None = 0, metrics: Observer | None = None,
 ) -> "LanguageModel":  # fmt: skip
     """Open an artifact.
 
@@ -47,8 +47,9 @@ def load(
     else. threads: CPU threads of each engine, None for one per physical core; without effect on a GPU. cache_dir: where
     measurements about this machine are kept (~/.cache/specrt/machine). prefix_cache_mib: host memory for the KV of
     earlier requests, which later prompts that begin alike take over; 0 for what is still in the engines' own buffers
-    (on a GPU there is no more), None for nothing at all (see docs/prefix-cache.md). The first load on a machine replays
-    the reference logits and finds out which call widths give the same bits, which takes some 150 engine calls.
+    (on a GPU there is no more), None for nothing at all (see docs/prefix-cache.md). metrics: what is told of every
+    request when it has ended, such as `specrt.metrics.Metrics`. The first load on a machine replays the reference
+    logits and finds out which call widths give the same bits, which takes some 150 engine calls.
 
     On a GPU each engine has one stream of its own and waits for it in every call; the GPU is current in the calling
     thread only meanwhile, so any thread may call, and other users of CUDA in the process are not disturbed.
@@ -58,7 +59,7 @@ def load(
     """
     return LanguageModel(
         Path(path), device=device, threads=threads, cache_dir=Path(cache_dir or default_cache_dir()),
-        prefix_cache_mib=prefix_cache_mib,
+        prefix_cache_mib=prefix_cache_mib, metrics=metrics,
     )  # fmt: skip
 
 
@@ -73,7 +74,8 @@ class LanguageModel:
 
     def __init__(
         self, folder: Path, *, device: str | None, threads: int | None, cache_dir: Path,
-        prefix_cache_mib: float | None = 0, clock: Callable[[], float] = time.perf_counter,
+        prefix_cache_mib: float | None = 0, metrics: Observer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.manifest = read_manifest(folder)
@@ -83,7 +85,7 @@ class LanguageModel:
         self._check_defaults()
         self.device = resolve_device(self.manifest.target, device)
         self._prefixes = _prefix_cache(prefix_cache_mib, self.device)
-        self._device, self._threads, self._clock = device, threads, clock
+        self._device, self._threads, self._clock, self._metrics = device, threads, clock, metrics
         self._engines: dict[str, KvEngine] = {}
         self.suffix_cache = SuffixCache()
         self._lock = threading.Lock()
@@ -128,7 +130,7 @@ class LanguageModel:
         try:
             prefixes = None if cold or target is not None else self._prefixes
             request = self._request(prompt, given, target or self.target, clock or self._clock, prefixes)
-            stream = Stream(request, partial(self._release, request))
+            stream = Stream(request, partial(self._release, request), self._metrics)
         except BaseException:
             self._lock.release()
             raise

@@ -5,6 +5,7 @@ block_efficiency  tokens emitted per target call, bonus and recovered tokens inc
 mean_accepted     accepted tokens per target call, bonus excluded
 cached_rate       prompt tokens whose KV was reused from earlier requests / prompt tokens
 
+A draft (`num_drafts`) is a step with at least one proposed token.
 Tokens after a stop count nowhere: where accepted tokens are cut, the proposal is counted up to the same position.
 Every token of a tree is a proposed one, at the position it was guessed for.
 """
@@ -32,6 +33,7 @@ class Statistics:
     num_cached_tokens: int = 0
     num_tokens: int = 0
     num_steps: int = 0
+    num_drafts: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
     num_recomputed: int = 0
@@ -87,6 +89,7 @@ class Statistics:
         if committed <= accepted:  # a stop cut the block: nothing after it was ever offered
             depths, accepted = [depth for depth in depths if depth < committed], committed
         self.num_steps += 1
+        self.num_drafts += bool(depths)
         self.num_tokens += committed
         self.num_proposed += len(depths)
         self.num_accepted += accepted
@@ -127,8 +130,9 @@ class Statistics:
     def to_dict(self) -> dict[str, Any]:
         """Return counts, seconds and rates for JSON."""
         names = (
-            "drafter", "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_calls", "num_proposed",
-            "num_accepted", "num_recomputed", "num_drafter_faults", "proposed_by_position", "accepted_by_position",
+            "drafter", "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_calls", "num_drafts",
+            "num_proposed", "num_accepted", "num_recomputed", "num_drafter_faults", "proposed_by_position",
+            "accepted_by_position",
             "prefill_s", "draft_s", "verify_s", "rest_s", "first_token_s", "decode_s", "cached_rate",
             "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
         )  # fmt: skip

@@ -1,17 +1,31 @@
 """A request in progress: its tokens as they are committed, and what has come of it."""
 
-import contextlib
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Protocol, Self
 
 from specrt.errors import BusyError
 from specrt.loop import Loop, Token, TokenLogprob
 from specrt.sampling import SamplingParams
 from specrt.stats import Statistics
 from specrt.stops import FinishReason, StopRules
+
+_log = logging.getLogger(__name__)
+Outcome = FinishReason | Literal["error"]
+
+
+class Observer(Protocol):
+    """Is told of every request once, when it has ended: `specrt.metrics.Metrics`, or anything of your own."""
+
+    def observe(self, stats: Statistics, outcome: Outcome) -> None:
+        """Take the statistics of a request; outcome: its finish reason, or `error` if it failed.
+
+        Called while the model still belongs to the request. What it raises is logged and goes no further.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +66,8 @@ class Stream(Iterator[Token]):
     `cancel` may be called from another thread: the step in progress is the last.
     """
 
-    def __init__(self, request: Request, release: Callable[[], None]) -> None:
-        self._request = request
+    def __init__(self, request: Request, release: Callable[[], None], observer: Observer | None) -> None:
+        self._request, self._observer, self._failed = request, observer, False
         self._tokens = request.loop.run()
         self._release = [release]  # taken out by whoever closes first
         self._process = os.getpid()
@@ -65,7 +79,8 @@ class Stream(Iterator[Token]):
         check_process(self._process)
         try:
             token = next(self._tokens)
-        except BaseException:  # StopIteration, an error or an interrupt: this request is over
+        except BaseException as error:  # StopIteration, an error or an interrupt: this request is over
+            self._failed = isinstance(error, Exception) and not isinstance(error, StopIteration)
             self.close()
             raise
         self._ids.append(token.id)
@@ -87,8 +102,14 @@ class Stream(Iterator[Token]):
         except ValueError:
             raise BusyError("another thread is taking a token of this stream: cancel it instead") from None
         self.cancel()
-        with contextlib.suppress(IndexError):  # another thread closed it meanwhile
-            self._release.pop()()
+        try:
+            release = self._release.pop()
+        except IndexError:  # another thread closed it meanwhile
+            return
+        try:
+            self._report()
+        finally:
+            release()
 
     @property
     def result(self) -> Result:
@@ -105,6 +126,15 @@ class Stream(Iterator[Token]):
             params=request.params,
             stats=copy.deepcopy(loop.stats),
         )
+
+    def _report(self) -> None:
+        if self._observer is None:
+            return
+        result = self.result
+        try:
+            self._observer.observe(result.stats, "error" if self._failed else result.finish_reason)
+        except Exception:
+            _log.exception("the observer of requests failed")
 
     def __enter__(self) -> Self:
         return self

@@ -272,6 +272,10 @@ def test_statistics_add_up(k: int) -> None:
         assert all(a <= p for a, p in zip(stats.accepted_by_position, stats.proposed_by_position, strict=True))
         assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
         assert 0 <= stats.acceptance_rate <= 1
+        assert 0 <= stats.num_drafts <= min(stats.num_steps, stats.num_proposed)
+        assert (stats.num_drafts > 0) == (stats.num_proposed > 0)
+        assert stats.accepted_by_position[:1] <= [stats.num_drafts]
+        assert 0 < stats.first_token_s <= stats.prefill_s + stats.decode_s
         assert stats.num_steps + 1 == len(loop._target.widths_used)  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parts import ListDrafter, make_loop, run
+from parts import ListDrafter, grow, make_loop, run
+from specrt.acceptance import Proposal
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
@@ -50,10 +51,16 @@ class RecordingEngine(ToyEngine):
         super().__init__(V, capacity=CAPACITY, **arguments)
         self.rows: dict[int, bytes] = {}
 
-    def _row(self, length: int) -> np.ndarray:
-        row = super()._row(length)
-        self.rows[length] = row.tobytes()
+    def _row(self, start: int, rows: Sequence[int] = ()) -> np.ndarray:
+        row = super()._row(start, rows)
+        self.rows[start + len(rows)] = row.tobytes()
         return row
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        if self._is_tree:  # what follows a tree sees other bits than behind a chain
+            kept = slice(self._start, self.kv_length)
+            self._slots[kept] = [token + V for token in self._slots[kept]]
 
 
 class ModelWithCache:
@@ -73,6 +80,7 @@ class ModelWithCache:
         drafters: dict[str, Callable[[], Drafter]] = {
             "none": NoDrafter,
             "ngram": NgramDrafter,
+            "tree": lambda: ListDrafter(branches),
             "model": lambda: ModelDrafter(self.draft, vocab_size=V, reuse=self.reuse(self.draft)),
         }
         self.target.rows = {}
@@ -81,6 +89,11 @@ class ModelWithCache:
         )
         rows = [self.target.rows.get(len(prompt) + i) for i in range(len(ids))]
         return (ids, rows), loop.stats
+
+
+def branches(tokens: Sequence[int], limit: int) -> Proposal:
+    """Guess a tree whose second branch is often right."""
+    return grow(lambda path: np.argsort(hashed_logits([*tokens, *path], V)).tolist()[::-1][1::-1], (2, 2, 1), limit)
 
 
 def cold(prompt: Sequence[int], drafter: str, kind: type[Any] = RecordingEngine, **options: Any) -> Any:
@@ -106,7 +119,7 @@ def test_a_request_is_what_it_is_after_a_cold_start(kind: type[Any], limit: int,
     rng = random.Random(seed)
     cached = 0
     for prompt in texts(seed, 25):
-        drafter, options = rng.choice(["none", "ngram", "model", "model"]), rng.choice(COUPLINGS)
+        drafter, options = rng.choice(["none", "ngram", "tree", "model", "model"]), rng.choice(COUPLINGS)
         options = {**options, "max_tokens": rng.choice([0, 1, 7, 20]), "k": rng.choice([1, 3, 7])}
         found, stats = model.ask(prompt, drafter, **options)
         assert found == cold(prompt, drafter, kind, **options)
@@ -240,8 +253,9 @@ class FailingSlots(list[int]):
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
-                value = [*value]
-                super().__setitem__(slice(where.start, where.start + len(value) // 2), [4] * (len(value) // 2))
+                if isinstance(where, slice):
+                    half = len(value) // 2
+                    super().__setitem__(slice(where.start, where.start + half), [4] * half)
                 raise Broken
         super().__setitem__(where, value)
 
@@ -336,6 +350,19 @@ def test_a_drafts_text_under_rejection_does_not_depend_on_the_past() -> None:
         target = ModelWithCache(None, draft=ShapedEngine)
         assert found == target.ask(prompt, "model", seed=seed, **options)[0]
         assert stats.num_proposed > 0
+
+
+def test_what_a_tree_leaves_behind_is_its_path_in_other_bits() -> None:
+    model = ModelWithCache(0)
+    prompt = [1, 2, 3, 4]
+    (answer, _), stats = model.ask(prompt, "tree", max_tokens=12)
+    assert model.target.num_moved > 0
+    assert stats.num_accepted > 0
+    text = [*prompt, *answer]
+    assert model.target.contents.common(text, model.target.kv_length, cold_bits=False) == len(text) - 1
+    found, stats = model.ask([*text, 2], "none", max_tokens=9)
+    assert stats.num_cached_tokens == len(prompt) - 1
+    assert found == cold([*text, 2], "none", max_tokens=9)
 
 
 def test_the_draft_goes_on_where_its_buffers_agree() -> None:

@@ -194,6 +194,26 @@ def test_a_call_that_fails_leaves_no_wrong_entry(load: Any, cold: LanguageModel,
     assert 4 < at < 59
 
 
+def test_a_tree_leaves_its_path_in_other_bits(tiny_source: Path, tmp_path: Path) -> None:
+    folder = tiny.export_tiny(tiny_source, tmp_path / "trees", profile=tiny.profile(trees=True))
+    with specrt.load(folder, cache_dir=tmp_path) as model:
+        engine, prompt = model.target, list(range(20, 50))
+        for kept, path in (((0, 2), [7, 9]), ((0, 1, 3), [7, 8, 6]), ((0,), [7])):
+            engine.rollback(0)
+            engine.prefill(prompt)
+            engine.verify((7, 8, 9, 6), (-1, 0, 0, 1))
+            assert engine.contents.common([*prompt, 7, 8, 9, 6], engine.kv_length, cold_bits=False) == len(prompt)
+            engine.keep(kept)
+            text = [*prompt, *path]
+            assert engine.contents.common(text, engine.kv_length, cold_bits=False) == len(text)
+            assert engine.contents.common(text, engine.kv_length, cold_bits=True) == len(prompt)
+            engine.verify([5])  # a chain behind it
+            assert engine.contents.common([*text, 5], engine.kv_length, cold_bits=False) == len(text) + 1
+        engine.verify([5, 6, 7, 8])
+        engine.keep((0, 2))  # rows of a chain out of their order: what they hold is no text's
+        assert engine.contents.common([*text, 5, 5, 6, 7, 8], engine.kv_length, cold_bits=False) == len(text) + 2
+
+
 def test_prefill_of_other_bits_is_reused_by_whole_calls(
     tiny_artifact: Path, tmp_path: Path, machine_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ THIRD_PARTY = {
         "engine_ort*.py": {"onnxruntime"},
         "engine_trt.py": {"tensorrt", "tensorrt_rtx"},
         "cuda.py": {"cuda"},
+        "metrics.py": {"prometheus_client"},
         "*_plot.py": {"matplotlib"},
     },
     "specrt_export": {
@@ -49,7 +50,7 @@ THIRD_PARTY = {
 }
 HEAVY = (
     "torch", "onnx", "transformers", "onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "tokenizers", "jinja2", "click",
-    "matplotlib", "specrt_export",
+    "matplotlib", "prometheus_client", "specrt_export",
 )  # fmt: skip
 
 
@@ -216,5 +217,5 @@ def test_every_import_of_a_package_is_declared() -> None:
     base = {line.partition(">")[0] for line in project["dependencies"]}
     runtime = {name for package, path in FILES if package != "specrt_export" for name in imports(path)}
     internal = set(PACKAGES) | set(sys.stdlib_module_names)
-    extras = {"onnxruntime", "matplotlib", "tensorrt", "tensorrt_rtx", "cuda"}
+    extras = {"onnxruntime", "matplotlib", "tensorrt", "tensorrt_rtx", "cuda", "prometheus_client"}
     assert runtime - internal - extras == base
