@@ -9,6 +9,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries are imported
 os.environ.setdefault("TQDM_DISABLE", "1")
 
+import browser
 import specrt
 import tiny
 from tiny import export_tiny
@@ -18,10 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--qwen", action="store_true", help="run the tests of the Qwen2.5-Coder pair (fetches 1.6 GB once)"
     )
+    parser.addoption("--browser", action="store_true", help="fail where there is no Chromium, instead of skipping")
     parser.addoption("--artifacts", type=Path, help="keep the real models' artifacts in this folder and reuse them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if browser.find() is None and not config.getoption("--browser"):
+        skip = pytest.mark.skip(reason=f"no browser: install one of {', '.join(browser.NAMES)}")
+        for item in items:
+            if "browser" in item.keywords:
+                item.add_marker(skip)
     if not config.getoption("--qwen"):
         skip = pytest.mark.skip(reason="needs 1.6 GB of models: run with --qwen")
         for item in items:

@@ -7,8 +7,9 @@ proposed, which has the same bits as every speculative setting.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,12 +18,15 @@ from numpy.typing import NDArray
 from specrt.engine import Engine
 from specrt.errors import SpecRTError
 from specrt.language_model import LanguageModel
+from specrt.machine import time_calls
 from specrt.prompts import BenchPrompt
-from specrt.requests import Options
+from specrt.replay import replay
+from specrt.requests import Options, Prompt, prompt_ids
 from specrt.stats import Statistics
 
 PLAIN_ONE, PLAIN = "plain-1", "plain"
 _WARM_UP = 8  # tokens
+_CONTEXT, _CALLS = 256, 9  # of the timed calls that a replay is charged with
 
 
 class OneRowEngine:
@@ -56,6 +60,8 @@ class BenchRow:
     many of the first, second, ... guesses of a proposal were accepted, of those that were proposed. draft_cost_ratio:
     seconds of drafting per proposed token over those of a call of width 1. rest: share of the time after prefill
     outside drafter and engine calls. spread: (slowest - fastest) / median of the repeats, the median over prompts.
+    draft_s, verify_s, rest_s: seconds per token, the mean over all runs. hint: a remark where speculation did not help.
+    predicted: tokens_per_s by replay (`specrt.replay`), None unless asked for.
     """
 
     category: str
@@ -72,6 +78,11 @@ class BenchRow:
     draft_cost_ratio: float
     rest: float
     spread: float
+    draft_s: float
+    verify_s: float
+    rest_s: float
+    hint: str | None
+    predicted: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +98,12 @@ _Runs = dict[tuple[str, str], list[list[Statistics]]]  # (category, setting) -> 
 def run_bench(
     model: LanguageModel, prompts: Sequence[BenchPrompt], *, drafters: Sequence[str],
     ks: Sequence[int | Literal["auto"]], repeats: int, options: Options, chat: bool, on_run: Callable[[], None],
+    predict: bool = False,
 ) -> list[BenchRow]:  # fmt: skip
     """Measure plain-1, plain and each drafter at each k; `on_run` is called after each of `num_runs` runs.
+
+    predict: also replay every text in every setting but `plain-1`; not with coupling `rejection`, where a text is one
+    of many that a setting may give.
 
     Raises `SpecRTError` if a setting gives other tokens than plain decoding, where they must be the same.
     """
@@ -97,25 +112,22 @@ def run_bench(
     runs: _Runs = {}
     for setting in settings:  # binds calls and brings weights into memory, which no measured run should pay for
         _run(model, prompts[0], setting, {**options, "max_tokens": _WARM_UP}, chat=chat)
+    same = options.get("coupling") != "rejection"
+    call_s = time_calls(model.target, context=_CONTEXT, calls=_CALLS, clock=time.perf_counter) if predict else {}
+    replays: dict[tuple[str, str], list[Statistics]] = {}
     for prompt in prompts:
-        measured: dict[str, list[Statistics]] = {setting.name: [] for setting in settings}
-        expected: tuple[int, ...] | None = None
-        for _ in range(repeats):
-            for setting in settings:
-                ids, stats = _run(model, prompt, setting, options, chat=chat)
-                on_run()
-                measured[setting.name].append(stats)
-                if setting.name != PLAIN_ONE and options.get("coupling") != "rejection":
-                    expected = expected or ids
-                    if ids != expected:
-                        raise SpecRTError(
-                            f"{setting.name} gave other tokens than plain on {prompt.text[:40]!r}: run 'specrt check'"
-                        )
-        for name, stats_of_runs in measured.items():
+        ids, measured = _measure(model, prompt, settings, options, repeats=repeats, same=same, chat=chat, on_run=on_run)
+        for setting in settings:
             for category in {prompt.category, "all"}:
-                runs.setdefault((category, name), []).append(stats_of_runs)
+                runs.setdefault((category, setting.name), []).append(measured[setting.name])
+            if predict and same and setting.name != PLAIN_ONE:
+                replayed = _replay(model, prompt, setting, options, ids, call_s, chat=chat)
+                for category in {prompt.category, "all"}:
+                    replays.setdefault((category, setting.name), []).append(replayed)
     categories = dict.fromkeys([*(prompt.category for prompt in prompts), "all"])
-    return [_row(category, setting, runs) for category in categories for setting in settings]
+    rows = [_row(category, setting, runs) for category in categories for setting in settings]
+    predicted = {where: Statistics.combined(stats).tokens_per_s for where, stats in replays.items()}
+    return [replace(row, predicted=predicted.get((row.category, row.setting))) for row in rows]
 
 
 def num_runs(num_prompts: int, drafters: Sequence[str], ks: Sequence[int | Literal["auto"]], repeats: int) -> int:
@@ -144,18 +156,58 @@ def format_table(rows: Sequence[BenchRow]) -> str:
             f"{row.over_plain:>10.2f}x {row.block_efficiency:>11.2f} {row.draft_cost_ratio:>11.3f} {row.rest:>6.1%} "
             f"{row.spread:>7.0%} {row.acceptance_rate:>9.0%}  {shares:<{last}}"
         )
-    return "\n".join(lines)
+    hints = [f"{row.setting}: {row.hint}" for row in rows if row.category == "all" and row.hint]
+    return "\n".join([*lines, *([""] if hints else []), *hints])
+
+
+def _measure(
+    model: LanguageModel, prompt: BenchPrompt, settings: Sequence[_Setting], options: Options, *, repeats: int,
+    same: bool, chat: bool, on_run: Callable[[], None],
+) -> tuple[tuple[int, ...], dict[str, list[Statistics]]]:  # fmt: skip
+    """Run a prompt in every setting in turn; return its text, which has to be the `same` in all, and statistics."""
+    measured: dict[str, list[Statistics]] = {setting.name: [] for setting in settings}
+    expected: tuple[int, ...] = ()
+    for _ in range(repeats):
+        for setting in settings:
+            ids, stats = _run(model, prompt, setting, options, chat=chat)
+            on_run()
+            measured[setting.name].append(stats)
+            if setting.name != PLAIN_ONE and same:
+                expected = expected or ids
+                if ids != expected:
+                    raise SpecRTError(
+                        f"{setting.name} gave other tokens than plain on {prompt.text[:40]!r}: run 'specrt check'"
+                    )
+    return expected, measured
 
 
 def _run(model: LanguageModel, prompt: BenchPrompt, setting: _Setting, options: Options, *,
          chat: bool) -> tuple[tuple[int, ...], Statistics]:  # fmt: skip
-    given: Options = {"seed": 0, **options, "drafter": setting.drafter or "none", "k": setting.k or 0}
-    text = [{"role": "user", "content": prompt.text}] if chat else prompt.text
     engine: Any = OneRowEngine(model.target) if setting.name == PLAIN_ONE else None
-    with model.start(text, given, target=engine, cold=True) as stream:
+    with model.start(_prompt(prompt, chat=chat), _options(options, setting), target=engine, cold=True) as stream:
         for _ in stream:
             pass
         return stream.result.token_ids, stream.result.stats
+
+
+def _replay(
+    model: LanguageModel, prompt: BenchPrompt, setting: _Setting, options: Options, ids: Sequence[int],
+    call_s: Mapping[int, float], *, chat: bool,
+) -> Statistics:  # fmt: skip
+    given = _options(options, setting)
+    start = prompt_ids(
+        _prompt(prompt, chat=chat), model.tokenizer, vocab_size=model.target.vocab_size,
+        capacity=model.target.capacity, template_kwargs=given.pop("chat_template_kwargs", None),
+    )  # fmt: skip
+    return replay(model, start, ids, given, call_s=call_s)
+
+
+def _prompt(prompt: BenchPrompt, *, chat: bool) -> Prompt:
+    return [{"role": "user", "content": prompt.text}] if chat else prompt.text
+
+
+def _options(options: Options, setting: _Setting) -> Options:
+    return {"seed": 0, **options, "drafter": setting.drafter or "none", "k": setting.k or 0}
 
 
 def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
@@ -165,24 +217,22 @@ def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
         for repeats in prompts
         if (s := [r.decode_s for r in repeats]) and max(s) > 0
     ]
-    every = [run for repeats in prompts for run in repeats]
-    one_row = [run for repeats in runs[category, PLAIN_ONE] for run in repeats]
-    tokens, steps = _total("num_tokens", every), _total("num_steps", every)
-    proposed = _total("num_proposed", every)
-    rate = _tokens_per_s(prompts)
+    every = Statistics.combined([run for repeats in prompts for run in repeats])
+    one_row = Statistics.combined([run for repeats in runs[category, PLAIN_ONE] for run in repeats])
+    tokens, rate = every.num_tokens, _tokens_per_s(prompts)
+    over_plain = _ratio(rate, _tokens_per_s(runs[category, PLAIN]))
+    draft_s, call_s = _ratio(every.draft_s, every.num_proposed), _ratio(one_row.verify_s, one_row.num_steps)
     return BenchRow(
         category=category, setting=setting.name, drafter=setting.drafter, k=setting.k,
         num_tokens=sum(repeats[0].num_tokens for repeats in prompts), tokens_per_s=rate,
         speedup=_ratio(rate, _tokens_per_s(runs[category, PLAIN_ONE])),
-        over_plain=_ratio(rate, _tokens_per_s(runs[category, PLAIN])),
-        block_efficiency=_ratio(tokens, steps), acceptance_rate=_ratio(_total("num_accepted", every), proposed),
-        acceptance_by_position=_by_position(every),
-        draft_cost_ratio=_ratio(
-            _ratio(_total("draft_s", every), proposed),
-            _ratio(_total("verify_s", one_row), _total("num_steps", one_row)),
-        ),
-        rest=_ratio(_total("rest_s", every), _total("decode_s", every)),
-        spread=statistics.median(spreads) if spreads else 0.0,
+        over_plain=over_plain,
+        block_efficiency=every.block_efficiency, acceptance_rate=every.acceptance_rate,
+        acceptance_by_position=tuple(map(_ratio, every.accepted_by_position, every.proposed_by_position)),
+        draft_cost_ratio=_ratio(draft_s, call_s), rest=_ratio(every.rest_s, every.decode_s),
+        spread=statistics.median(spreads) if spreads else 0.0, draft_s=_ratio(every.draft_s, tokens),
+        verify_s=_ratio(every.verify_s, tokens), rest_s=_ratio(every.rest_s, tokens),
+        hint=every.hint if over_plain < 1 else None,
     )  # fmt: skip
 
 
@@ -190,19 +240,6 @@ def _tokens_per_s(prompts: Sequence[Sequence[Statistics]]) -> float:
     """Return the tokens of one run of each prompt over the sum of its median seconds."""
     seconds = sum(statistics.median(run.decode_s for run in repeats) for repeats in prompts)
     return _ratio(sum(repeats[0].num_tokens for repeats in prompts), seconds)
-
-
-def _by_position(runs: Sequence[Statistics]) -> tuple[float, ...]:
-    length = max(len(run.proposed_by_position) for run in runs)
-    proposed, accepted = np.zeros(length), np.zeros(length)
-    for run in runs:
-        proposed[: len(run.proposed_by_position)] += run.proposed_by_position
-        accepted[: len(run.accepted_by_position)] += run.accepted_by_position
-    return tuple((accepted / proposed).tolist())  # a position is there because something was proposed
-
-
-def _total(field: str, runs: Sequence[Statistics]) -> float:
-    return float(sum(getattr(run, field) for run in runs))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -15,6 +15,7 @@ import click
 
 from specrt import cli_options as options
 from specrt.cli_bench import bench
+from specrt.cli_trace import trace
 from specrt.cli_tune import tune
 from specrt.errors import RequestError, SpecRTError
 
@@ -68,6 +69,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(tune)
+main.add_command(trace)
 
 
 @main.command(epilog="""\b
@@ -98,10 +100,8 @@ def generate(
         raise click.UsageError("--logprobs needs --json")
     text = options.read_prompt(prompt, prompt_file)
     with load(artifact, device=device, threads=threads) as model:
-        chat = model.tokenizer.has_chat_template and not raw
-        if system is not None and not chat:
-            raise click.UsageError("--system needs the chat template of an artifact that has one, without --raw")
-        with model.stream(options.messages(text, system) if chat else text, **options.given(sampling)) as stream:
+        prompt_ = options.prompt_for(model, text, system=system, raw=raw)
+        with model.stream(prompt_, **options.given(sampling)) as stream:
             _print(stream, as_json=as_json)
 
 

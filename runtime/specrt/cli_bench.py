@@ -1,19 +1,25 @@
 """`specrt bench`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specrt import cli_options as options
+
+if TYPE_CHECKING:
+    from specrt.bench import BenchRow
+    from specrt.language_model import LanguageModel
 
 
 @click.command(epilog="""\b
 Examples:
   specrt bench artifacts/smollm2-135m
   specrt bench artifacts/smollm2-135m --prompts prompts.jsonl --ks 5,auto --drafter suffix --drafter model --json
+  specrt bench artifacts/smollm2-135m --ks auto,3,9 --report report
   specrt bench artifacts/smollm2-135m --engine --plot calls.png""")  # fmt: skip
 @options.artifact
 @click.option("--prompts", type=click.Path(path_type=Path), help="JSON lines with 'turns' or 'prompt', and 'category'.")
@@ -39,6 +45,12 @@ Examples:
 @click.option(
     "--plot", type=click.Path(path_type=Path), metavar="FILE", help="With --engine: draw it as well, .png or .svg."
 )
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Draw it as well, on a page DIR/index.html, beside what replays of the texts predict.",
+)
 @click.option("--drafter", multiple=True, help="Measure this one; repeatable.  [default: all of the artifact]")
 @options.settings
 @options.device
@@ -46,7 +58,8 @@ Examples:
 @options.as_json
 def bench(
     artifact: Path, prompts: Path | None, limit: int | None, ks: list[Any], repeats: int | None, raw: bool,
-    engine: bool, context: int | None, plot: Path | None, device: str | None, threads: int | None, as_json: bool,
+    engine: bool, context: int | None, plot: Path | None, report: Path | None, device: str | None, threads: int | None,
+    as_json: bool,
     **sampling: Any,
 ) -> None:  # fmt: skip
     """Compare plain decoding and drafters at several k on a prompt file (a small built-in set if none is given).
@@ -62,6 +75,7 @@ def bench(
         raise click.UsageError(f"{'--plot' if context is None else '--context'} needs --engine")
     from specrt.bench import format_table, num_runs, run_bench
     from specrt.language_model import load
+    from specrt.output import check_folder
     from specrt.prompts import load_prompts
 
     given: Any = {"max_tokens": 128, **options.given(sampling)}
@@ -69,6 +83,8 @@ def bench(
         raise click.UsageError("give --ks or -k, not both")
     if "suffix_cache" in given:
         raise click.UsageError("--suffix-cache would draft every repeat from the run before: leave it out")
+    if report is not None:
+        check_folder(report, what="report")
     repeats = repeats or 3
     ks = ks or ([given.pop("k")] if "k" in given else [3, 5, 9])
     texts = load_prompts(prompts, limit=limit)
@@ -77,10 +93,28 @@ def bench(
         with options.progress(num_runs(len(texts), drafters, ks, repeats)) as advance:
             rows = run_bench(
                 model, texts, drafters=drafters, ks=ks, repeats=repeats, options=given,
-                chat=model.tokenizer.has_chat_template and not raw, on_run=advance,
+                chat=model.tokenizer.has_chat_template and not raw, on_run=advance, predict=report is not None,
             )  # fmt: skip
-    report = {"artifact": str(artifact), "repeats": repeats, "rows": [asdict(row) for row in rows]}
-    click.echo(json.dumps(report) if as_json else f"{repeats} repeats\n\n{format_table(rows)}")
+    found = {"artifact": str(artifact), "repeats": repeats, "rows": [asdict(row) for row in rows]}
+    click.echo(json.dumps(found) if as_json else f"{repeats} repeats\n\n{format_table(rows)}")
+    if report is not None:
+        _write_report(report, rows, model, f"{len(texts)} prompts, {repeats} repeats", threads=threads)
+
+
+def _write_report(
+    folder: Path, rows: "Sequence[BenchRow]", model: "LanguageModel", amount: str, *, threads: int | None
+) -> None:
+    """Write the page, and nothing else, to a folder."""
+    from specrt.bench_page import bench_page
+    from specrt.engine_ort import engine_version
+    from specrt.machine import processor
+    from specrt.output import make_folder, write_output
+
+    target = model.manifest.target
+    what = f"{target.model.name} at {target.precision}: {amount}"
+    where = f"{processor()}, {f'{threads} threads' if threads else 'a thread per core'}, {engine_version()}"
+    make_folder(folder, what="report")
+    write_output(folder / "index.html", bench_page(rows, [what, where]), what="report")
 
 
 def _bench_engine(

@@ -6,12 +6,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from specrt.errors import RequestError
+
+if TYPE_CHECKING:
+    from specrt.language_model import LanguageModel
+    from specrt.requests import Prompt
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -155,6 +159,14 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise RequestError(f"the prompt is not valid UTF-8: byte {error.start} is {byte:#04x}") from None
     except OSError as error:
         raise RequestError(f"{prompt_file}: cannot be read: {error.strerror}") from None
+
+
+def prompt_for(model: "LanguageModel", text: str, *, system: str | None, raw: bool) -> "Prompt":
+    """Return a text as the conversation that an artifact with a chat template wants, else as it is."""
+    chat = model.tokenizer.has_chat_template and not raw
+    if system is not None and not chat:
+        raise click.UsageError("--system needs the chat template of an artifact that has one, without --raw")
+    return messages(text, system) if chat else text
 
 
 def read_line(*, prompt: bool) -> str:

@@ -78,6 +78,19 @@ class FixedController:
         """Learn nothing."""
 
 
+class RecordingController:
+    """Another controller, whose steps are kept in a list."""
+
+    def __init__(self, inner: Controller, steps: list[Step]) -> None:
+        self.limit, self.keep = inner.limit, inner.keep
+        self._inner, self._steps = inner, steps
+
+    def learn(self, step: Step) -> None:
+        """Keep the step, and pass it on."""
+        self._steps.append(step)
+        self._inner.learn(step)
+
+
 class CallCosts:
     """Seconds of a verify call by width, followed as they change with context and load.
 

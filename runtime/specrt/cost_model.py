@@ -48,6 +48,14 @@ def popular_speedup(acceptance_rate: float, k: int, draft_cost_ratio: float) -> 
     return k * acceptance_rate / (1 + draft_cost_ratio)
 
 
+def break_even_rate(block_efficiency: float, proposed: float) -> float:
+    """Return accepted per proposed tokens that give `block_efficiency` tokens per step; above 1 where none can.
+
+    proposed: mean tokens proposed per step, above 0. E is linear in this rate, whatever the shares by position.
+    """
+    return (block_efficiency - 1) / proposed
+
+
 def expected_tokens(acceptance: float, k: int) -> float:
     """Return the mean tokens of a step whose k draft tokens are accepted with this probability each."""
     return k + 1.0 if acceptance == 1 else (1 - acceptance ** (k + 1)) / (1 - acceptance)

@@ -1,12 +1,12 @@
 """The plot of `specrt bench --engine`: time of a call against rows and against context length."""
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specrt.engine_costs import CallCost, EngineReport
 from specrt.errors import RequestError
+from specrt.output import check_output
 from specrt_profiles.extras import require
 
 if TYPE_CHECKING:
@@ -20,10 +20,7 @@ def check_plot(path: Path) -> None:
     """Raise `RequestError` or `MissingExtraError` where `write_plot` could not write to `path`."""
     if path.suffix.lower() not in _ENDINGS:
         raise RequestError(f"plot: expected a file name that ends in .png or .svg, found {path.name!r}")
-    if not path.parent.is_dir():
-        raise RequestError(f"plot: expected a folder at {path.parent}, found none: make it first")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise RequestError(f"plot: {path} cannot be written: name another file")
+    check_output(path, what="plot")
     require("bench", "matplotlib")
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from specrt.control import AdaptiveController, CallCosts, Controller, FixedController
+from specrt.control import AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
@@ -103,6 +103,7 @@ class LanguageModel:
         if facts.exact_prefill:
             self.target.contents.exact_widths = (*facts.exact_widths, self.manifest.target.prefill_width)
         self.choice = facts.choice
+        self._call_s = facts.call_s
         self._costs = CallCosts(facts.call_s)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
@@ -118,18 +119,20 @@ class LanguageModel:
 
     def start(
         self, prompt: Prompt, options: Options, *, target: Engine | None = None,
-        clock: Callable[[], float] | None = None, cold: bool = False,
+        clock: Callable[[], float] | None = None, cold: bool = False, steps: list[Step] | None = None,
     ) -> Stream:  # fmt: skip
         """Do what `stream` does with options in a dict.
 
         To measure: target and clock other than the model's; cold: reuse no KV of earlier requests (nor does a request
-        with another target).
+        with another target); steps: a list that is to take what each step did.
         """
         given = check_options(options)
         self._claim()
         try:
             prefixes = None if cold or target is not None else self._prefixes
             request = self._request(prompt, given, target or self.target, clock or self._clock, prefixes)
+            if steps is not None:
+                request.loop.record(steps)
             stream = Stream(request, partial(self._release, request), self._metrics)
         except BaseException:
             self._lock.release()
@@ -191,6 +194,7 @@ class LanguageModel:
             draft_budget_s=how.draft_budget_s, strict=how.strict,
             reuse=None if prefixes is None else partial(prefixes.reuse, self.target),
         )  # fmt: skip
+        loop.stats.call_s = self._call_s
         return Request(loop, stops, params, suffix_cache=how.suffix_cache)
 
     def _check_defaults(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.acceptance import Proposal, Verdict, accept
-from specrt.control import Controller, Step
+from specrt.control import Controller, RecordingController, Step
 from specrt.drafters import Drafter
 from specrt.drafters.guard import GuardedDrafter
 from specrt.engine import Engine
@@ -73,6 +73,10 @@ class Loop:
             self._prefill()
         while self.finish_reason is None:
             yield from self._step()
+
+    def record(self, steps: list[Step]) -> None:
+        """Keep what each step does in `steps`."""
+        self._controller = RecordingController(self._controller, steps)
 
     def cancel(self) -> None:
         """End after the step in progress."""

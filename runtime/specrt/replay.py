@@ -7,12 +7,34 @@ run on by what a call of that width takes.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specrt.engine import Engine
+from specrt.errors import SpecRTError
+from specrt.stats import Statistics
 from specrt.tree import depths
+
+if TYPE_CHECKING:
+    from specrt.language_model import LanguageModel
+    from specrt.requests import Options
+
+
+def replay(
+    model: "LanguageModel", prompt: Sequence[int], token_ids: Sequence[int], options: "Options", *,
+    call_s: Mapping[int, float],
+) -> Statistics:  # fmt: skip
+    """Return the statistics that a request with these options would have on a text that the model wrote.
+
+    Raises `SpecRTError` if the loop says another text.
+    """
+    transcript = Transcript(model.target, [*prompt, *token_ids], call_s)
+    with model.start(prompt, options, target=transcript, clock=transcript.clock) as stream:
+        if [token.id for token in stream] != list(token_ids):
+            raise SpecRTError("a replay gave other tokens than plain decoding: run 'specrt check'")
+        return stream.result.stats
 
 
 class Transcript:

@@ -10,12 +10,21 @@ Tokens after a stop count nowhere: where accepted tokens are cut, the proposal i
 Every token of a tree is a proposed one, at the position it was guessed for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
+
+from specrt.cost_model import break_even_rate, call_seconds
 
 _LOW_ACCEPTANCE = 0.1
 _ENOUGH = 50  # proposed tokens before an acceptance rate is worth a remark
+_SLOWER = 0.97  # estimated speedup below which a run is called slower: calls were timed at another moment
+
+_SUMMED = (
+    "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_proposed", "num_accepted",
+    "num_recomputed", "num_drafter_faults", "prefill_s", "draft_s", "verify_s", "rest_s", "first_token_s",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -25,7 +34,8 @@ class Statistics:
     `prefill_s` is the target's prompt (reading what is not cached, and copying what is), `verify_s` its other calls;
     `draft_s` is everything the drafter does, a draft model's own prompt included; `rest_s` is everything else between
     prompt and last token (acceptance, sampling, stop rules, text), waiting for the consumer of a stream excluded.
-    `first_token_s` is all of these until the first token.
+    `first_token_s` is all of these until the first token. `calls_by_rows` counts the steps by the rows of their call;
+    `call_s` are seconds of a call by width as measured on this machine, empty where unknown.
     """
 
     drafter: str
@@ -40,11 +50,27 @@ class Statistics:
     num_drafter_faults: int = 0
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    calls_by_rows: dict[int, int] = field(default_factory=dict)
+    call_s: Mapping[int, float] = field(default_factory=dict)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     rest_s: float = 0.0
     first_token_s: float = 0.0
+
+    @classmethod
+    def combined(cls, runs: Sequence["Statistics"]) -> "Statistics":
+        """Return the counts and seconds of several requests with one drafter as those of one."""
+        total = cls(drafter=runs[0].drafter, num_prompt_tokens=0, call_s=runs[0].call_s)
+        for run in runs:
+            for name in _SUMMED:
+                setattr(total, name, getattr(total, name) + getattr(run, name))
+            for rows, count in run.calls_by_rows.items():
+                total.calls_by_rows[rows] = total.calls_by_rows.get(rows, 0) + count
+        for name in ("proposed_by_position", "accepted_by_position"):
+            columns = zip_longest(*(getattr(run, name) for run in runs), fillvalue=0)
+            setattr(total, name, [sum(column) for column in columns])
+        return total
 
     @property
     def acceptance_rate(self) -> float:
@@ -86,6 +112,8 @@ class Statistics:
 
         depths: of every guess, how many others come before it in the proposal.
         """
+        rows = len(depths) + 1
+        self.calls_by_rows[rows] = self.calls_by_rows.get(rows, 0) + 1
         if committed <= accepted:  # a stop cut the block: nothing after it was ever offered
             depths, accepted = [depth for depth in depths if depth < committed], committed
         self.num_steps += 1
@@ -102,6 +130,32 @@ class Statistics:
             self.accepted_by_position[depth] += 1
 
     @property
+    def _plain_call_s(self) -> float | None:
+        """Seconds that a plain step's call would have taken in this run; None where `call_s` is unknown.
+
+        The proportion of widths is that of `call_s`, the level that of this run, whose context and load were others.
+        """
+        if not self.call_s or not self.num_steps:
+            return None
+        timed = sum(count * call_seconds(self.call_s, rows) for rows, count in self.calls_by_rows.items())
+        timed += self.num_recomputed * call_seconds(self.call_s, 2)
+        return call_seconds(self.call_s, 1) * self.verify_s / timed
+
+    @property
+    def _break_even_efficiency(self) -> float | None:
+        """Tokens per step at which this run would have been as fast as plain decoding; None where that is unknown."""
+        call_s = self._plain_call_s
+        if not call_s:
+            return None
+        return self.decode_s / (self.num_steps * call_s + self.rest_s)
+
+    @property
+    def estimated_speedup(self) -> float | None:
+        """Speedup over plain decoding at the same width, by what calls cost; None where that is unknown."""
+        needed = self._break_even_efficiency
+        return self.num_tokens / self.num_steps / needed if needed else None
+
+    @property
     def hint(self) -> str | None:
         """A remark when speculation did not help, with the likely cause."""
         if self.num_drafter_faults:
@@ -110,9 +164,26 @@ class Statistics:
             return None
         if not self.num_proposed:
             return f"the {self.drafter} drafter proposed nothing (nothing to look up, or no room left)"
+        if self.num_proposed >= _ENOUGH and self.estimated_speedup is not None:
+            return self._why_slow() if self.estimated_speedup < _SLOWER else None
         if self.num_proposed >= _ENOUGH and self.acceptance_rate < _LOW_ACCEPTANCE:
             return f"few proposals were accepted: try a smaller k, or another drafter than {self.drafter}"
         return None
+
+    def _why_slow(self) -> str:
+        """Name what makes the difference: drafting, the rows of the calls, or else acceptance."""
+        call_s, needed = self._plain_call_s or 0.0, self._break_even_efficiency or 0.0
+        plain_s = self.num_tokens * call_s + self.rest_s * self.num_tokens / self.num_steps
+        if self.decode_s - self.draft_s < plain_s:
+            calls = self.draft_s / (self.num_steps * call_s)
+            cause = f"the {self.drafter} drafter takes {calls:.2f} plain calls per step: try a smaller k, or another"
+        elif self.decode_s - (self.verify_s - self.num_steps * call_s) < plain_s:
+            cause = f"a call takes {self.verify_s / (self.num_steps * call_s):.2f} plain ones: try a smaller k"
+        else:
+            cause = f"few proposals were accepted: try a smaller k, or another drafter than {self.drafter}"
+        rate = break_even_rate(needed, self.num_proposed / self.num_steps)
+        enough = f"{rate:.0%} would break even" if rate <= 1 else "even all of them would not break even"
+        return f"slower than plain decoding: {cause} (accepted {self.acceptance_rate:.0%}, {enough})"
 
     def summary(self) -> str:
         """Return one line for people."""
@@ -132,8 +203,9 @@ class Statistics:
         names = (
             "drafter", "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_calls", "num_drafts",
             "num_proposed", "num_accepted", "num_recomputed", "num_drafter_faults", "proposed_by_position",
-            "accepted_by_position",
+            "accepted_by_position", "calls_by_rows", "call_s",
             "prefill_s", "draft_s", "verify_s", "rest_s", "first_token_s", "decode_s", "cached_rate",
-            "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "hint",
+            "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "estimated_speedup",
+            "hint",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}

@@ -58,6 +58,11 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def spelling(self, token_id: int) -> str:
+        """Return how the vocabulary writes a token, special ones too; `#id` for an id that it does not have."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return f"#{token_id}" if found is None else found
+
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         """Return the text that the chat template makes of messages (`role`, `content`); a key that is None is left out.
 

@@ -16,12 +16,11 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from specrt.cost_model import call_seconds, popular_speedup, seconds_per_step, tokens_per_step
-from specrt.engine import Engine
 from specrt.errors import SpecRTError
 from specrt.language_model import LanguageModel
 from specrt.machine import time_calls
 from specrt.prompts import BenchPrompt
-from specrt.replay import Transcript
+from specrt.replay import replay
 from specrt.requests import Options, prompt_ids
 from specrt.stats import Statistics
 
@@ -176,15 +175,11 @@ def _write(model: LanguageModel, prompt: BenchPrompt, options: Options, *, chat:
 def _replay(
     model: LanguageModel, text: _Text, setting: Setting, options: Options, call_s: Mapping[int, float]
 ) -> Statistics:
-    transcript = Transcript(model.target, [*text.prompt, *text.token_ids], call_s)
-    return _run(model, text, setting, options, target=transcript, clock=transcript.clock)
+    return replay(model, text.prompt, text.token_ids, _options(options, setting), call_s=call_s)
 
 
-def _run(
-    model: LanguageModel, text: _Text, setting: Setting, options: Options, *, target: Engine | None = None,
-    clock: Callable[[], float] | None = None,
-) -> Statistics:  # fmt: skip
-    with model.start(text.prompt, _options(options, setting), target=target, clock=clock, cold=True) as stream:
+def _run(model: LanguageModel, text: _Text, setting: Setting, options: Options) -> Statistics:
+    with model.start(text.prompt, _options(options, setting), cold=True) as stream:
         ids = tuple(token.id for token in stream)
         if ids != text.token_ids:
             raise SpecRTError(f"{setting} gave other tokens than plain decoding: run 'specrt check'")

@@ -201,3 +201,32 @@ def test_one_row_engine_is_the_engine_with_calls_of_width_1() -> None:
     assert (engine.widths_used, one.verify_widths, one.kv_length) == ([8, 1], (1,), 4)
     one.rollback(2)
     assert (one.kv_length, one.vocab_size, one.capacity) == (2, 50, 64)
+
+
+def test_a_report_also_predicts_by_replay_what_each_setting_gives(bench: Run, started: list[Any]) -> None:
+    rows = bench(predict=True, repeats=1, ks=[3, "auto"], drafters=["ngram"])
+    assert all((row.predicted is None) == (row.setting == PLAIN_ONE) for row in rows)
+    plain = {row.category: row.predicted for row in rows if row.setting == PLAIN}
+    assert all(rate and rate > 0 for rate in plain.values())
+    assert all(row.predicted is None for row in bench(repeats=1))
+
+
+def test_texts_that_depend_on_the_setting_are_not_replayed(bench: Run) -> None:
+    options = {"max_tokens": 10, "ignore_eos": True, "temperature": 1.0, "coupling": "rejection"}
+    assert {row.predicted for row in bench(options=options, drafters=["model"], predict=True)} == {None}
+
+
+def test_a_hint_says_why_a_setting_is_slower_than_plain_and_stands_below_the_table() -> None:
+    def slow(factor: float) -> Statistics:
+        some = Statistics(drafter="model", num_prompt_tokens=1, call_s={2: 0.1, 4: 0.2})
+        for _ in range(20):
+            some.count(depths=range(3), accepted=0, committed=1)
+        some.verify_s, some.rest_s = 20 * 0.2 * factor, 0.001
+        return some
+
+    for factor, hinted in ((1.0, True), (0.1, False)):  # measured over plain, an estimate that is wrong counts nothing
+        runs = {("all", name): [[timed(2.0, 20)]] for name in (PLAIN_ONE, PLAIN)}
+        runs["all", "model k=3"] = [[slow(factor)]]
+        rows = [_row("all", setting, runs) for setting in (_Setting(PLAIN_ONE), _Setting("model k=3", "model", 3))]
+        assert (rows[1].hint is not None) == hinted
+        assert ("model k=3: slower than plain decoding: a call takes 2.00 plain ones" in format_table(rows)) == hinted

@@ -99,3 +99,56 @@ def test_the_dict_has_every_field_and_rate_and_is_json() -> None:
     rates = {name for name, value in vars(Statistics).items() if isinstance(value, property)}
     assert set(data) == set(Statistics.__dataclass_fields__) | rates
     assert data["block_efficiency"] == 3.0
+
+
+def timed(steps: list[tuple[int, int, int]], *, draft: float = 0.0, steep: float = 0.0) -> Statistics:
+    """Return a run on calls of 1 s and `steep` s per further row, `draft` s per guess, and 0.1 s of rest per step."""
+    some = stats(*steps, drafter="model")
+    some.call_s = {width: 1.0 + steep * (width - 2) for width in (2, 4, 6, 10, 16)}
+    some.verify_s = sum(some.call_s[min(w for w in some.call_s if w > proposed)] for proposed, _, _ in steps)
+    some.draft_s = draft * sum(proposed for proposed, _, _ in steps)
+    some.rest_s = 0.1 * len(steps)
+    return some
+
+
+@pytest.mark.parametrize("load", [1.0, 3.0])  # calls take three times what they did when they were timed
+def test_the_estimated_speedup_is_what_the_steps_cost_in_plain_steps(load: float) -> None:
+    some = timed([(3, 1, 2)] * 20, draft=0.1, steep=0.2)
+    some.draft_s, some.verify_s, some.rest_s = load * some.draft_s, load * some.verify_s, load * some.rest_s
+    assert some.estimated_speedup == pytest.approx(2 * 1.1 / 1.8)
+    assert some.to_dict()["estimated_speedup"] == some.estimated_speedup
+
+
+def test_without_the_cost_of_calls_there_is_no_estimate() -> None:
+    assert stats((3, 1, 2)).estimated_speedup is None
+    assert timed([]).estimated_speedup is None
+
+
+@pytest.mark.parametrize(
+    ("accepted", "draft", "steep", "words"),
+    [
+        (0, 0.0, 0.0, None),  # free guesses cost nothing, so that none of them need be right
+        (2, 0.1, 0.2, None),
+        (1, 0.6, 0.0, ["the model drafter takes 1.80 plain calls per step", "accepted 33%, 55% would break even"]),
+        (1, 0.0, 0.8, ["a call takes 2.60 plain ones: try a smaller k", "accepted 33%, 48% would break even"]),
+        (0, 0.2, 0.3, ["few proposals were accepted", "accepted 0%, 36% would break even"]),
+        (3, 1.5, 1.5, ["even all of them would not break even"]),
+    ],
+)
+def test_the_hint_of_a_slow_run_names_what_makes_it_slow(
+    accepted: int, draft: float, steep: float, words: list[str] | None
+) -> None:
+    hint = timed([(3, accepted, accepted + 1)] * 20, draft=draft, steep=steep).hint
+    if words is None:
+        assert hint is None
+        return
+    assert str(hint).startswith("slower than plain decoding: ")
+    assert all(word in str(hint) for word in words), hint
+
+
+def test_combined_statistics_are_those_of_all_steps() -> None:
+    one, two = timed([(3, 1, 2), (0, 0, 1)]), timed([(5, 4, 5)], draft=0.5)
+    both = Statistics.combined([one, two])
+    whole = timed([(3, 1, 2), (0, 0, 1), (5, 4, 5)])
+    whole.draft_s, whole.num_prompt_tokens = 2.5, 6
+    assert both == whole
