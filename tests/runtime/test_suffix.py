@@ -281,6 +281,12 @@ def test_without_the_option_nothing_is_read_or_kept(model: LanguageModel) -> Non
     assert model.suffix_cache.num_tokens == kept
 
 
+def test_a_closed_model_forgets(model: LanguageModel) -> None:
+    speculate(model, suffix_cache=True)
+    model.close()
+    assert model.suffix_cache.num_tokens == 0
+
+
 def test_a_request_that_ends_early_leaves_what_it_said(model: LanguageModel) -> None:
     with model.stream(PROMPT, suffix_cache=True, k=0, ignore_eos=True) as stream:
         ids = [next(stream).id for _ in range(5)]
