@@ -150,6 +150,7 @@ class LanguageModel:
             engine.close()
         if self._prefixes is not None:
             self._prefixes.clear()
+        self.suffix_cache.clear()
         self._lock.release()
 
     def __enter__(self) -> Self:

@@ -205,9 +205,9 @@ def test_guesses_do_not_become_text() -> None:
 def test_other_texts_help_and_the_own_text_comes_first() -> None:
     cache = SuffixCache()
     cache.add(range(50, 80))
-    start = list(range(50, 60))
-    assert guess([1, *start], cache=cache)[:3] == [60, 61, 62]
-    assert guess([1, *start]) == [59]
+    start = list(range(50, 70))
+    assert guess([1, *start], cache=cache)[:3] == [70, 71, 72]
+    assert guess([1, *start]) == [69]
     assert guess([*start, 9, 9, *start], 1, cache=cache) == [9]
     assert guess([8, 79], 3, cache=cache) == [79], "nothing follows the end of an output"
 
@@ -279,6 +279,12 @@ def test_without_the_option_nothing_is_read_or_kept(model: LanguageModel) -> Non
     assert again.stats.proposed_by_position == alone.stats.proposed_by_position
     assert again.stats.num_steps == alone.stats.num_steps
     assert model.suffix_cache.num_tokens == kept
+
+
+def test_a_closed_model_forgets(model: LanguageModel) -> None:
+    speculate(model, suffix_cache=True)
+    model.close()
+    assert model.suffix_cache.num_tokens == 0
 
 
 def test_a_request_that_ends_early_leaves_what_it_said(model: LanguageModel) -> None:

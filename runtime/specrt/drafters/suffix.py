@@ -29,7 +29,7 @@ class Smoothing:
     strength: float
 
 
-# Fitted to greedy texts of SmolLM2-135M; a wide range does nearly as well (docs/suffix.md).
+# Fitted to greedy texts of SmolLM2-135M of nine kinds, with the times of calls at int8, int4 and fp32: a flat optimum.
 OWN = Smoothing(discount=0.1, strength=2.0)
 OTHERS = Smoothing(discount=0.3, strength=6.0)  # other texts say less about this one
 WORTH = 0.25  # accepted tokens that another row of a call has to bring in to be worth its time
