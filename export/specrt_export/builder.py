@@ -5,11 +5,14 @@ compute capabilities that are named.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specrt_export.errors import ExportError
+from specrt_export.progress import Phases
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 from specrt_profiles.plan import Alias, BuilderName, PlanShape, kv_aliases
@@ -17,6 +20,7 @@ from specrt_profiles.tensors import ROWS, WIDTH, TensorSpec
 
 _MODULES: Mapping[BuilderName, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64"}
+_DEAF = "new logger is ignored"  # while another object of the package lives, whose logger hears everything
 _UNREAD = "Unused Input"  # the warning about an input that nothing is computed from
 
 
@@ -51,6 +55,8 @@ class Builder:
                 f"{options.builder} cannot start here ({self._log.first() or str(error).splitlines()[0]}): it needs an "
                 "NVIDIA driver and a GPU; --builder tensorrt-rtx builds without"
             ) from None
+        if any(_DEAF in text for text in self._log.warnings):
+            raise PlanError(f"{self._name}: something else in this process uses it: build in a process of its own")
 
     def build(
         self, spec: EngineSpec, graph: Path, shapes: Sequence[PlanShape], on_fraction: Callable[[float], None]
@@ -60,17 +66,19 @@ class Builder:
         `on_fraction` is told the share that is done. Raises `PlanError` when the graph is not taken as it is written,
         when its tensors are not those of `spec`, or when a cache would not be updated in place.
         """
+        monitor = _monitor(self._trt, on_fraction)
+        return _in_thread(partial(self._build, spec, graph, shapes, monitor), monitor)
+
+    def _build(self, spec: EngineSpec, graph: Path, shapes: Sequence[PlanShape], monitor: Any) -> Any:
         network = self._builder.create_network(1 << int(self._trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         self._parse(network, graph)
         self._check_tensors(network, spec, graph)
         if spec.precision == "fp32":
             self._decompose_attention(network)
         config = self._config(network, shapes)
-        monitor = config.progress_monitor = _monitor(self._trt, on_fraction)
+        config.progress_monitor = monitor
         plan = self._builder.build_serialized_network(network, config)
-        if monitor.interrupted is not None:
-            raise monitor.interrupted
-        if plan is None:
+        if plan is None and monitor.error is None:
             raise PlanError(f"{graph}: {self._name}: {self._log.first() or 'no plan'}")
         if dropped := [text for text in self._log.warnings if _UNREAD in text]:
             raise PlanError(f"{graph}: {self._name} would ignore an input: {_line(dropped[0])}")
@@ -208,13 +216,32 @@ def _logger(trt: Any) -> Any:
     return Log()
 
 
+def _in_thread(build: Callable[[], Any], monitor: Any) -> Any:
+    """Return what `build` gives; an interrupt stops it at its next step.
+
+    Signals come to the main thread: there, the builder's callbacks would swallow what a handler raises.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(build)
+        try:
+            plan = future.result()
+        except BaseException:
+            monitor.stopped = True
+            raise
+    error, monitor.error = monitor.error, None  # whose traceback would keep the builder, and the builder the monitor
+    if error is not None:
+        raise error
+    return plan
+
+
 def _monitor(trt: Any, on_fraction: Callable[[float], None]) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        """Hands on the share that is done; an interrupt stops the build and is raised when the builder has returned."""
+        """Hands on the share that is done; stops the build when it is told to or when that fails."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.interrupted: BaseException | None = None
+            self.stopped = False
+            self.error: Exception | None = None
             self._phases = Phases()
 
         def phase_start(self, name: str, parent: str | None, num_steps: int) -> None:
@@ -223,43 +250,14 @@ def _monitor(trt: Any, on_fraction: Callable[[float], None]) -> Any:
         def step_complete(self, name: str, step: int) -> bool:
             try:
                 on_fraction(self._phases.step(name, step))
-            except BaseException as error:  # what is raised through the builder ends the process
-                self.interrupted = error
-            return self.interrupted is None
+            except Exception as error:  # what is raised through the builder is lost
+                self.error = error
+            return not self.stopped and self.error is None
 
         def phase_finish(self, name: str) -> None:
             self._phases.finish(name)
 
     return Monitor()
-
-
-class Phases:
-    """The builder's phases, one inside a step of another, as the share of the outermost that is done."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, list[int]] = {}  # steps done, steps in all; outermost first
-        self._most = 0.0
-
-    def start(self, name: str, parent: str | None, num_steps: int) -> None:
-        """Open a phase inside the current step of `parent`."""
-        inside = list(self._open)
-        for other in inside[inside.index(parent) + 1 :] if parent in self._open else inside:
-            del self._open[other]
-        self._open[name] = [0, max(1, num_steps)]
-
-    def step(self, name: str, step: int) -> float:
-        """Count a step as done; return the share, which never falls."""
-        if name in self._open:
-            self._open[name][0] = step + 1
-        share, size = 0.0, 1.0
-        for done, total in self._open.values():
-            share, size = share + size * min(done, total) / total, size / total
-        self._most = max(self._most, min(1.0, share))
-        return self._most
-
-    def finish(self, name: str) -> None:
-        """Close a phase."""
-        self._open.pop(name, None)
 
 
 def _described(tensor: Any) -> tuple[str, str, tuple[int, ...]]:

@@ -65,7 +65,7 @@ def as_stored(make: Callable[[], NDArray[np.float32]], dtype: ir.DataType) -> ND
 
 def check_range(name: str, tensor: torch.Tensor, dtype: ir.DataType) -> None:
     """Raise `UnsupportedModelError` for a weight with values that its type in the graph cannot hold."""
-    if dtype == ir.DataType.FLOAT16 and tensor.numel() and float(tensor.abs().max()) > np.finfo(np.float16).max:
+    if dtype == ir.DataType.FLOAT16 and tensor.numel() and float(tensor.abs().max()) > float(np.finfo(np.float16).max):
         raise UnsupportedModelError(f"{name}: has values beyond the range of float16: choose bf16 or fp32")
 
 

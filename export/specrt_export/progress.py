@@ -71,3 +71,32 @@ class Progress:
         if count:
             start = "\r" if self._stream.isatty() else ""
             self.say(f"{start}  {title}: {count / 1e6:.0f} MB, {self._clock() - started:.1f} s")
+
+
+class Phases:
+    """Phases of a task, one inside a step of another, as the share of the outermost that is done."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[int]] = {}  # steps done, steps in all; outermost first
+        self._most = 0.0
+
+    def start(self, name: str, parent: str | None, num_steps: int) -> None:
+        """Open a phase inside the current step of `parent`."""
+        inside = list(self._open)
+        for other in inside[inside.index(parent) + 1 :] if parent in self._open else inside:
+            del self._open[other]
+        self._open[name] = [0, max(1, num_steps)]
+
+    def step(self, name: str, step: int) -> float:
+        """Count a step as done; return the share, which never falls."""
+        if name in self._open:
+            self._open[name][0] = step + 1
+        share, size = 0.0, 1.0
+        for done, total in self._open.values():
+            share, size = share + size * min(done, total) / total, size / total
+        self._most = max(self._most, min(1.0, share))
+        return self._most
+
+    def finish(self, name: str) -> None:
+        """Close a phase."""
+        self._open.pop(name, None)

@@ -1,8 +1,12 @@
 """Plans by TensorRT-RTX, which needs no GPU to build them: what they are built for, and everything that is refused."""
 
+import gc
 import io
 import struct
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +25,7 @@ from specrt_export import builder
 from specrt_export.builder import Builder, BuildOptions, PlanError
 from specrt_export.errors import ExportError
 from specrt_export.plan import PlanRequest, build_plan, default_out
-from specrt_export.progress import Progress
+from specrt_export.progress import Phases, Progress
 from specrt_profiles.errors import ManifestError, MissingExtraError
 from specrt_profiles.manifest import EngineSpec, Manifest, check_hashes, read_manifest, sha256_of
 from specrt_profiles.plan import call_shapes, kv_aliases
@@ -50,6 +54,13 @@ def header(plan: Path) -> tuple[bytes, bytes, int]:
     """Return mark, version and the bits of the compute capabilities: not documented, seen in TensorRT-RTX 1.7."""
     content = plan.read_bytes()[:64]
     return content[:4], content[24:28], struct.unpack_from("<I", content, 32)[0]
+
+
+@pytest.fixture(autouse=True)
+def no_builder_is_left() -> Iterator[None]:
+    """All builders of a process share the first one's logger; those of failed builds hang in their tracebacks."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -276,20 +287,41 @@ def test_a_package_that_is_missing_comes_with_the_line_that_installs_it(
         build(source, tmp_path / "out", BuildOptions(builder="tensorrt"))
 
 
-def test_an_interrupt_stops_the_build_and_leaves_nothing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_builder_that_would_not_hear_its_warnings_is_refused() -> None:
+    first = Builder(RTX)
+    with pytest.raises(PlanError, match="something else in this process uses it: build in a process of its own"):
+        Builder(RTX)
+    assert first.version
+
+
+def test_what_fails_while_progress_is_shown_stops_the_build(source: Path) -> None:
     told: list[float] = []
 
-    def interrupt(share: float) -> None:
+    def fail(share: float) -> None:
         told.append(share)
         if share > 0.3:
-            raise KeyboardInterrupt
+            raise BrokenPipeError
 
     spec = read_manifest(source).target
-    with pytest.raises(KeyboardInterrupt):
-        Builder(RTX).build(spec, source / spec.file, call_shapes(16, (2, 4), with_decode=False), interrupt)
+    with pytest.raises(BrokenPipeError):
+        Builder(RTX).build(spec, source / spec.file, call_shapes(16, (2, 4), with_decode=False), fail)
     assert 0 < told[0] <= told[-1] < 1, "not called again"
+
+
+def test_termination_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    code = "from specrt_export.cli import plan_command; plan_command()"
+    command = [sys.executable, "-c", code, str(source), "-o", str(tmp_path / "out"), "--with-decode"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        while not list(tmp_path.glob(".out.*/tokenizer.json")) and process.poll() is None:
+            time.sleep(0.01)
+        process.terminate()
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, stdout) == (143, b"")
+    assert b"Exception" not in stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_share_that_is_done_rises(source: Path) -> None:
@@ -339,7 +371,7 @@ def test_plans_of_the_default_model_hold_the_weights_once(
 
 
 def test_phases_add_up_and_never_fall() -> None:
-    phases = builder.Phases()
+    phases = Phases()
     phases.start("all", None, 4)
     assert phases.step("all", 0) == 0.25
     phases.start("inner", "all", 2)
