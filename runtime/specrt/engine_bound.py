@@ -108,9 +108,7 @@ class BoundEngine(abc.ABC):
         """Feed n tokens in the smallest verify width that holds them; return a view of their logits [n, V]."""
         if parents is not None and not self.takes_trees:
             raise EngineError("expected a chain, found a tree: export with --trees for an engine that takes them")
-        width = next((w for w in self.verify_widths if w >= len(token_ids)), None)
-        if width is None:
-            raise EngineError(f"expected at most {self.verify_widths[-1]} tokens to verify, found {len(token_ids)}")
+        width = self._width(len(token_ids))
         return self._run(token_ids, width, num_rows=width, parents=parents)
 
     def decode(self, token_id: int) -> NDArray[np.float32]:
@@ -134,12 +132,14 @@ class BoundEngine(abc.ABC):
         start, count = self._call_start, self.kv_length - self._call_start
         if not all(a < b for a, b in zip((-1, *rows), (*rows, count), strict=True)):
             raise EngineError(f"expected rising rows of the {count} of the last call, found {tuple(rows)}")
-        places = [start + place for place, row in enumerate(rows) if place != row]
-        if places:
-            self.contents.begin(places[0])
-            self._move([start + row for row in rows[-len(places) :]], places)
+        first = sum(place == row for place, row in enumerate(rows))  # have the bits of a chain, the others of none
+        if first < len(rows):
+            self.contents.begin(start + first)
+            self._move([start + row for row in rows[first:]], range(start + first, start + len(rows)))
         if self._tree_ids:
-            self.contents.wrote(start, [self._tree_ids[row] for row in rows], width=0)  # not the bits of any chain
+            ids = [self._tree_ids[row] for row in rows]
+            self.contents.wrote(start, ids[:first], self._width(count))
+            self.contents.wrote(start + first, ids[first:], width=0)
         self.rollback(start + len(rows))
 
     def save(self, start: int, end: int) -> KvBlock:
@@ -172,6 +172,12 @@ class BoundEngine(abc.ABC):
             self.contents.wrote(start, token_ids, width)
         self._call_start, self.kv_length = start, end
         return call.logits[: len(token_ids)]
+
+    def _width(self, num_tokens: int) -> int:
+        width = next((w for w in self.verify_widths if w >= num_tokens), None)
+        if width is None:
+            raise EngineError(f"expected at most {self.verify_widths[-1]} tokens to verify, found {num_tokens}")
+        return width
 
     def _end(self, num_tokens: int) -> int:
         """Return the KV length with so many tokens more; raises `EngineError` where there is no room for them."""

@@ -1,0 +1,211 @@
+"""Trees on the ONNX Runtime engine: rows see their ancestors alone, and first branches keep their bits."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from parts import ListDrafter, grow, run
+from specrt.acceptance import Proposal
+from specrt.engine_ort import OrtEngine
+from specrt.errors import EngineError
+from specrt.tree import ancestry
+from specrt_profiles.manifest import read_manifest
+from specrt_profiles.profile import Profile
+
+PROFILES: dict[str, Profile] = {
+    "fp32": tiny.profile(trees=True),
+    "int8": tiny.profile(trees=True, precision="int8", kv_precision="int8"),
+    "tensorrt": tiny.profile(trees=True, dialect="tensorrt"),
+}
+DRIFT = {"fp32": 5e-6, "int8": 0.05, "tensorrt": 5e-6}  # of a logit; integers may round to the next
+CONTEXTS = (0, 1, 30, 100)
+TREE = (-1, 0, 1, 0, 3, 3, 1, 2, 4, -1)  # the first branch is 0, 1, 2 and ends with 7, far from its slots
+
+
+def tokens(count: int, *, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, tiny.VOCAB_SIZE, count)]
+
+
+def open_engine(artifact: Path) -> OrtEngine:
+    return OrtEngine(artifact, read_manifest(artifact).target, threads=1)
+
+
+@pytest.fixture(scope="module")
+def artifacts(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("trees")
+    return {name: tiny.export_tiny(tiny_source, folder / name, profile=PROFILES[name]) for name in PROFILES}
+
+
+@pytest.fixture(params=PROFILES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(kind: str, artifacts: dict[str, Path]) -> Iterator[OrtEngine]:
+    engine = open_engine(artifacts[kind])
+    yield engine
+    engine.close()
+
+
+def kv(engine: OrtEngine) -> list[Any]:
+    return [value.numpy() for _, _, value in engine._kv]
+
+
+def path_to(row: int, parents: Sequence[int] = TREE) -> list[int]:
+    return np.flatnonzero(ancestry(parents)[row]).tolist()
+
+
+def after(engine: OrtEngine, context: int) -> OrtEngine:
+    engine.rollback(0)
+    engine.prefill(tokens(context))
+    return engine
+
+
+def worst_difference(engine: OrtEngine, context: int) -> float:
+    """Return the largest difference of a tree's logits from those of the chains it is made of."""
+    ids = tokens(len(TREE), seed=1)
+    rows = after(engine, context).verify(ids, TREE).copy()
+    assert np.ptp(rows, axis=1).min() > 0.5, "the logits differ enough to be worth comparing"
+    chains = [after(engine, context).verify([ids[i] for i in path_to(row)])[-1].copy() for row in range(len(TREE))]
+    return float(np.abs(rows - chains).max())
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_rows_of_a_tree_are_those_of_its_chains(engine: OrtEngine, kind: str, context: int) -> None:
+    assert worst_difference(engine, context) < DRIFT[kind]
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dialect", ["ort", "tensorrt"])
+def test_windows_soft_caps_and_learned_positions_know_trees(tmp_path: Path, family: str, dialect: str) -> None:
+    profile = tiny.profile(trees=True, dialect=dialect)
+    engine = open_engine(
+        tiny.export_tiny(tiny.make_model(family, tmp_path / "source"), tmp_path / "out", profile=profile)
+    )
+    for context in (3, 22, 60):  # windows of 24 tokens begin within the context
+        assert worst_difference(engine, context) < 2e-5
+    engine.close()
+
+
+def test_other_branches_change_no_bit(engine: OrtEngine) -> None:
+    ids = tokens(len(TREE), seed=1)
+    rows = after(engine, 30).verify(ids, TREE).copy()
+    for row in range(len(TREE)):
+        others = [token if i in path_to(row) else (token + 7) % 384 for i, token in enumerate(ids)]
+        np.testing.assert_array_equal(after(engine, 30).verify(others, TREE)[row], rows[row])
+
+
+def test_padding_changes_no_bit(engine: OrtEngine) -> None:
+    ids = tokens(len(TREE), seed=1)
+    rows = after(engine, 30).verify(ids[:7], TREE[:7]).copy()
+    after(engine, 30).verify(tokens(16, seed=2))  # what the padded rows of the next call hold
+    np.testing.assert_array_equal(after(engine, 30).verify(ids[:7], TREE[:7]), rows)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_first_branch_has_the_bits_of_a_chain(engine: OrtEngine, context: int) -> None:
+    ids = tokens(len(TREE), seed=1)
+    chain = after(engine, context).verify(ids[:3]).copy()
+    slots = [values[:, :, : context + 3].copy() for values in kv(engine)]
+    rows = after(engine, context).verify(ids, TREE)
+    np.testing.assert_array_equal(rows[:3], chain)
+    for values, wanted in zip(kv(engine), slots, strict=True):
+        np.testing.assert_array_equal(values[:, :, : context + 3], wanted)
+
+
+def test_calls_after_a_tree_are_chains_again(engine: OrtEngine) -> None:
+    ids = tokens(10, seed=4)
+    clean = after(engine, 30).verify(ids).copy()
+    after(engine, 30).verify(tokens(10, seed=1), TREE)
+    engine.rollback(30)
+    np.testing.assert_array_equal(engine.verify(ids), clean)
+
+
+def test_chains_have_the_bits_they_have_without_trees(artifacts: dict[str, Path], tiny_artifact: Path) -> None:
+    plain, engine = open_engine(tiny_artifact), open_engine(artifacts["fp32"])
+    for context in CONTEXTS:
+        for count in (1, 4, 10, 16):
+            ids = tokens(count, seed=count)
+            np.testing.assert_array_equal(after(engine, context).verify(ids), after(plain, context).verify(ids))
+            for ours, theirs in zip(kv(engine), kv(plain), strict=True):
+                np.testing.assert_array_equal(ours[:, :, : context + count], theirs[:, :, : context + count])
+
+
+@pytest.mark.parametrize("row", [5, 6, 7, 8])
+def test_what_follows_a_kept_path_is_what_follows_its_chain(engine: OrtEngine, kind: str, row: int) -> None:
+    ids, path, more = tokens(len(TREE), seed=1), path_to(row), tokens(6, seed=5)
+    after(engine, 30).verify([ids[i] for i in path])
+    wanted = engine.verify(more).copy()
+    slots = [values[:, :, : 30 + len(path)].astype(np.float32) for values in kv(engine)]
+    after(engine, 30).verify(ids, TREE)
+    engine.keep(path)
+    assert engine.kv_length == 30 + len(path)
+    for values, chain in zip(kv(engine), slots, strict=True):
+        difference = np.abs(values[:, :, : 30 + len(path)].astype(np.float32) - chain).max()
+        assert difference <= (1 if kind == "int8" else 5e-6)
+    assert np.abs(engine.verify(more) - wanted).max() < DRIFT[kind]
+
+
+def test_a_graph_without_trees_takes_none(tiny_artifact: Path) -> None:
+    engine = open_engine(tiny_artifact)
+    assert not engine.takes_trees
+    with pytest.raises(EngineError, match="found a tree: export with --trees"):
+        engine.verify([1, 2], (-1, -1))
+    assert engine.kv_length == 0
+
+
+def test_a_draft_model_is_exported_without(tiny_source: Path, tmp_path: Path) -> None:
+    folder = tiny.export_tiny(tiny_source, tmp_path / "out", draft=str(tiny_source), profile=PROFILES["fp32"])
+    manifest = read_manifest(folder)
+    inputs = {name: {tensor.name for tensor in spec.inputs} for name, spec in manifest.engines.items()}
+    assert ("tree_mask" in inputs["target"], "tree_mask" in inputs["draft"]) == (True, False)
+
+
+def second_branch(plain: Sequence[int], prompt: int) -> ListDrafter:
+    """Guess what plain decoding says, always in second place: every accepted path has to be moved or recomputed."""
+
+    def guess(known: Sequence[int], limit: int) -> Proposal:
+        def children(path: list[int]) -> list[int]:
+            at = len(known) - prompt + len(path)
+            right = plain[at] if at < len(plain) else 0
+            return [(right + 5) % 384, right]
+
+        return grow(children, (2, 2, 2), limit)
+
+    return ListDrafter(guess)
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "gumbel": {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.1},
+    "rejection": {"temperature": 0.9, "seed": 5, "coupling": "rejection"},
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_strict_requests_have_the_bits_of_plain_decoding(engine: OrtEngine, name: str) -> None:
+    params: dict[str, Any] = {"prompt": tokens(20), "max_tokens": 60, "logprobs": 3, **PARAMS[name]}
+    ids, _, plain = run(engine, **params)
+    _, loop, strict = run(engine, second_branch(ids, 20), k=14, strict=True, **params)
+    assert strict == plain
+    assert loop.stats.num_accepted > 40
+    assert loop.stats.num_recomputed >= loop.stats.num_steps - 2, "all but the last steps, which have no room"
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_other_requests_have_plain_decodings_text_but_for_near_ties(engine: OrtEngine, kind: str, name: str) -> None:
+    params: dict[str, Any] = {"prompt": tokens(20), "max_tokens": 60, "logprobs": 3, **PARAMS[name]}
+    ids, _, plain = run(engine, **params)
+    found, loop, trees = run(engine, second_branch(ids, 20), k=14, **params)
+    assert loop.stats.num_accepted > 0
+    same = next((i for i, (a, b) in enumerate(zip(ids, found, strict=True)) if a != b), len(ids))
+    assert same == len(ids) or kind == "int8", "no tie is that near in fp32 here"
+    for one, other in zip(plain[:same], trees[:same], strict=True):
+        assert one.logprob is not None
+        assert other.logprob is not None
+        assert abs(one.logprob.logprob - other.logprob.logprob) < 2 * DRIFT[kind]
