@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from specrt.check import is_as_exported, mean_kl
 from specrt.engine import Engine, measurable_widths
 from specrt.errors import EngineError, RequestError
@@ -117,7 +119,8 @@ class MachineFile:
 def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Callable[[], float]) -> MachineFacts:
     """Find out which verify widths share one arithmetic, and what calls of them take.
 
-    Raises `EngineError` if the engine's logits are not what they were at export.
+    Raises `EngineError` if the engine's logits are not what they were at export, or if trees cost first branches their
+    bits.
     """
     found = mean_kl(target, spec, folder)
     if not is_as_exported(found, spec.parity.mean_kl):
@@ -131,11 +134,32 @@ def measure_facts(target: Engine, spec: EngineSpec, folder: Path, *, clock: Call
     target.verify_widths = exact.ladder(spec.verify_widths)
     if not target.verify_widths:
         return MachineFacts((), {})
+    if target.takes_trees and not first_branches_are_exact(target):
+        raise EngineError(
+            f"{folder}: on this machine a tree's first branch has not the bits of a chain: leave --trees out"
+        )
     return MachineFacts(
         target.verify_widths,
         time_calls(target, context=_CONTEXT, calls=_CALLS, clock=clock),
         exact_prefill=exact.agree({*target.verify_widths, spec.prefill_width}),
     )
+
+
+def first_branches_are_exact(target: Engine) -> bool:
+    """Tell whether a chain has the same bits when other branches follow it in the call; what is strict rests on it."""
+    rng = np.random.default_rng(0)
+    for context in (3, min(130, target.capacity - target.verify_widths[-1])):
+        target.rollback(0)
+        target.prefill(rng.integers(0, target.vocab_size, context).tolist())
+        for width in target.verify_widths:
+            ids, length = rng.integers(0, target.vocab_size, width).tolist(), width // 2
+            chain = target.verify(ids[:length]).copy()
+            target.rollback(context)
+            rows = target.verify(ids, [*range(-1, length - 1), *[0] * (width - length)])
+            if not np.array_equal(rows[:length], chain):
+                return False
+            target.rollback(context)
+    return True
 
 
 def time_calls(target: Engine, *, context: int, calls: int, clock: Callable[[], float]) -> dict[int, float]:

@@ -89,6 +89,7 @@ def test_an_existing_folder_is_refused_before_anything_is_fetched(tmp_path: Path
         (["--precision", "int4"], "--precision has no effect with --add-to: the target there stays as it is"),
         (["--capacity", "64"], "--capacity has no effect with --add-to"),
         (["--dialect", "tensorrt"], "--dialect has no effect with --add-to"),
+        (["--trees"], "--trees has no effect with --add-to"),
         (["--profile", "edge"], "--profile has no effect with --add-to"),
         ([], "--add-to needs a --draft: a model, ngram, suffix or none"),
     ],

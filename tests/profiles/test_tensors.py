@@ -41,6 +41,15 @@ def test_the_tensorrt_dialect_says_where_to_write_instead_of_how_long_the_buffer
     assert graph_outputs(DIMS, PROFILE) == graph_outputs(DIMS, replace(PROFILE, dialect="tensorrt"))
 
 
+def test_a_graph_that_takes_trees_sees_its_own_rows_by_a_mask_and_all_slots_by_length() -> None:
+    for dialect in ("ort", "tensorrt"):
+        chains, trees = (graph_inputs(DIMS, replace(PROFILE, dialect=dialect, trees=value)) for value in (False, True))
+        more = [(spec.name, spec.dtype, spec.shape) for spec in trees if spec not in chains]
+        assert more == [("tree_mask", "bool", (1, "width", "width"))]
+        less = [spec.name for spec in chains if spec not in trees]
+        assert less == (["total_sequence_length"] if dialect == "ort" else [])
+
+
 def test_kv_bytes_are_those_of_the_buffers() -> None:
     past = [spec for spec in graph_inputs(DIMS, PROFILE) if spec.name.startswith("past")]
     values = sum(int(a) * int(b) * int(c) * int(d) for a, b, c, d in (spec.shape for spec in past))

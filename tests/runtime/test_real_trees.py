@@ -1,0 +1,99 @@
+"""Trees on the real default model: strict requests have plain decoding's bits, others differ by less than a bound."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specrt
+from parts import ListDrafter, grow, run
+from real import Recorder, exported
+from specrt.acceptance import Proposal
+from specrt.prompts import load_prompts
+
+pytestmark = pytest.mark.slow
+PROMPTS = load_prompts(None)[::2]
+MAX_TOKENS = 40
+BOUND = 2e-4  # of a logit; the largest difference seen was 7e-5
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "gumbel": {"temperature": 0.8, "seed": 4},
+    "rejection": {"temperature": 0.8, "seed": 4, "coupling": "rejection"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, machine_cache: Path
+) -> Iterator[specrt.LanguageModel]:
+    folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
+    artifact = exported(folder, "smollm2-fp32-trees", "smollm2-135m", trees=True)
+    with specrt.load(artifact, cache_dir=machine_cache) as loaded:
+        yield loaded
+
+
+class Kept(Recorder):
+    """Records the rows that were kept, each under its token's place in the text."""
+
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> np.ndarray:
+        self._start, logits = self.kv_length, self._engine.verify(token_ids, parents)
+        self._latest = logits.copy()
+        return logits
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.rows |= {self._start + 1 + place: self._latest[row].tobytes() for place, row in enumerate(rows)}
+        self._engine.keep(rows)
+
+
+def second_branch(plain: Sequence[int], prompt: int) -> ListDrafter:
+    """Guess what plain decoding says, always in second place: no accepted path is a first branch."""
+
+    def guess(known: Sequence[int], limit: int) -> Proposal:
+        def children(path: list[int]) -> list[int]:
+            at = len(known) - prompt + len(path)
+            right = plain[at] if at < len(plain) else 0
+            return [right + 5, right]
+
+        return grow(children, (2, 2, 2), limit)
+
+    return ListDrafter(guess)
+
+
+def decode(model: specrt.LanguageModel, text: str, plain: Sequence[int] | None, **options: Any) -> tuple[Any, ...]:
+    """Return ids, rows [n, V] and statistics of plain decoding, or of trees that guess it."""
+    rendered = model.tokenizer.render([{"role": "user", "content": text}], None)
+    prompt = model.tokenizer.encode(rendered, add_special_tokens=False)
+    target: Any = Kept(model.target)
+    drafter = None if plain is None else second_branch(plain, len(prompt))
+    ids, loop, _ = run(target, drafter, k=14, prompt=prompt, max_tokens=MAX_TOKENS, **options)
+    rows = np.stack([np.frombuffer(target.rows[len(prompt) + i], np.float32) for i in range(len(ids))])
+    return ids, rows, loop.stats
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_strict_requests_have_the_bits_of_plain_decoding(model: specrt.LanguageModel, name: str) -> None:
+    for prompt in PROMPTS:
+        ids, rows, _ = decode(model, prompt.text, None, **PARAMS[name])
+        found, strict_rows, stats = decode(model, prompt.text, ids, strict=True, **PARAMS[name])
+        assert found == ids
+        np.testing.assert_array_equal(strict_rows, rows)
+        assert stats.num_accepted > MAX_TOKENS / 2
+        assert stats.num_recomputed >= stats.num_steps - 2, "all but the last steps, which have no room"
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_other_requests_differ_by_less_than_the_bound(model: specrt.LanguageModel, name: str) -> None:
+    worst = 0.0
+    for prompt in PROMPTS:
+        ids, rows, _ = decode(model, prompt.text, None, **PARAMS[name])
+        found, tree_rows, stats = decode(model, prompt.text, ids, **PARAMS[name])
+        assert stats.num_accepted > 0
+        same = next((i for i, (a, b) in enumerate(zip(ids, found, strict=True)) if a != b), len(ids))
+        if same < len(ids):
+            assert name == "greedy", "a near tie under noise: look at it, and say so here"
+            best = np.sort(rows[same])[-2:]
+            assert best[1] - best[0] < 2 * BOUND
+        worst = max(worst, float(np.abs(tree_rows[: same + 1] - rows[: same + 1]).max()))
+    assert 0 < worst < BOUND
