@@ -106,13 +106,12 @@ def _write_report(
 ) -> None:
     """Write the page, and nothing else, to a folder."""
     from specrt.bench_page import bench_page
-    from specrt.engine_ort import engine_version
     from specrt.machine import processor
     from specrt.output import make_folder, write_output
 
     target = model.manifest.target
     what = f"{target.model.name} at {target.precision}: {amount}"
-    where = f"{processor()}, {f'{threads} threads' if threads else 'a thread per core'}, {engine_version()}"
+    where = f"{processor()}, {f'{threads} threads' if threads else 'a thread per core'}, {model.target.platform}"
     make_folder(folder, what="report")
     write_output(folder / "index.html", bench_page(rows, [what, where]), what="report")
 

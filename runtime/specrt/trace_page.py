@@ -24,7 +24,7 @@ aside { position: sticky; top: 24px; height: calc(100vh - 48px); }
   white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4; }
 .code { font-size: 13px; line-height: 1.9; }
 .step { margin-right: 3px; outline-offset: 2px; cursor: default; }
-.step:hover, .step:focus { outline: 2px solid #1c2430; border-radius: 2px; }
+.step:hover, .step:focus, .step:target { outline: 2px solid #1c2430; border-radius: 2px; }
 .key > span { display: grid; grid-template-columns: 40px 1fr; margin: 0 0 6px; font-size: 13px; line-height: 1.4; }
 .key .t { width: 28px; height: 18px; }
 .card { display: none; position: fixed; z-index: 1; top: 232px; width: 340px; max-height: calc(100vh - 260px);
@@ -32,8 +32,9 @@ aside { position: sticky; top: 24px; height: calc(100vh - 48px); }
   font: 13px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: var(--ink);
   background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 10px 14px; }
 .card.idle { display: block; z-index: 0; }
-.step:focus .card { display: block; }
-.step:hover .card { display: block; z-index: 2; }
+.step:target .card, .step:focus .card { display: block; }
+.step:focus .card { z-index: 2; }
+.step:hover .card { display: block; z-index: 3; }
 .card b, .card .row { display: block; }
 .card .row { margin-top: 6px; }
 .bar { display: flex; height: 8px; margin-top: 4px; }
@@ -65,7 +66,7 @@ def trace_page(trace: Trace, manifest: Manifest, tokenizer: Tokenizer, options: 
         f"<details><summary>The prompt, {len(trace.prompt)} tokens</summary>"
         f'<div class="code" dir="auto">{prompt}</div></details>',
         f'<div class="text" dir="auto">{text}</div>',
-        f'<p class="soft">Ended: {_end(trace)}.</p>',
+        f'<p class="soft">Ended: {_end(trace, tokenizer)}.</p>',
         "<h2>Time of each step</h2>",
         series_legend(_phases(steps)),
         f'<div class="scroll">{_times(steps)}</div>',
@@ -84,7 +85,7 @@ def _summary(trace: Trace) -> str:
         (f"{stats.prefill_s:.2f} s", f"prompt of {stats.num_prompt_tokens} tokens"),
     ]
     if stats.estimated_speedup is not None and stats.num_proposed:
-        facts[0] = (f"{stats.tokens_per_s:.1f}", f"tokens/s, about {stats.estimated_speedup:.2f} x plain decoding")
+        facts[0] = (f"{stats.tokens_per_s:.1f}", f"tokens/s, about {stats.estimated_speedup:.2f} x plain")
     hint = f'<p class="hint">{shown(stats.hint)}</p>' if stats.hint else ""
     return tiles(facts) + hint
 
@@ -102,7 +103,7 @@ def _step(number: int, step: TracedStep, tokenizer: Tokenizer) -> str:
     tokens = "".join(
         _token(piece, origin, tokenizer) for piece, origin in zip(step.committed, step.origins, strict=True)
     )
-    return f'<span class="step" tabindex="0">{tokens}{_card(number, step, tokenizer)}</span>'
+    return f'<span class="step" id="step-{number}" tabindex="0">{tokens}{_card(number, step, tokenizer)}</span>'
 
 
 def _card(number: int, step: TracedStep, tokenizer: Tokenizer) -> str:
@@ -156,9 +157,11 @@ def _token(piece: Piece, role: str, tokenizer: Tokenizer) -> str:
     return f'<span class="t {role}">{content}</span>' if role else content
 
 
-def _end(trace: Trace) -> str:
-    cause = "" if trace.result.stop is None else f" at {trace.result.stop!r}"
-    return shown(f"{trace.result.finish_reason}{cause}")
+def _end(trace: Trace, tokenizer: Tokenizer) -> str:
+    reason, stop = trace.result.finish_reason, trace.result.stop
+    if stop is None:
+        return shown(reason)
+    return shown(f"{reason} at {tokenizer.spelling(stop) if isinstance(stop, int) else repr(stop)}")
 
 
 def _seconds(step: TracedStep) -> list[tuple[str, float]]:
