@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ def collect(
     model: Any, shard: TextShard, layers: Sequence[int], folder: Path, on_tokens: Callable[[int], None]
 ) -> None:
     """Compute a text shard's features (model in bfloat16) into `folder`, which appears when it is complete."""
+    for old in folder.parent.glob(f".{folder.name}.*"):  # of a process that was killed
+        shutil.rmtree(old, ignore_errors=True)
     part = folder.with_name(f".{folder.name}.{os.getpid()}")
     part.mkdir(parents=True, exist_ok=True)
     count, hidden = len(shard.tokens), model.get_output_embeddings().weight.shape[1]

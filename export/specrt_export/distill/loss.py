@@ -70,6 +70,12 @@ def agreement(unroll: Unroll, batch: Batch, rows: torch.Tensor, *, steps: int) -
     return torch.stack(found)
 
 
+def by_step(agreed: torch.Tensor) -> list[float]:
+    """Return the share of right tokens of each step, from `agreement` [steps, n]; nothing when there are none."""
+    found: list[float] = agreed.float().mean(1).tolist() if agreed.shape[1] else []
+    return found
+
+
 def block_efficiency(agreed: torch.Tensor) -> float:
     """Return tokens per target call of greedy chains, from `agreement` [steps, n]: 1 + those before the first miss."""
     if agreed.shape[1] == 0:

@@ -16,7 +16,7 @@ from specrt_export.distill.card import Card, Target, check_head_path, fingerprin
 from specrt_export.distill.data import Dataset, Texts, coverage, draft_vocabulary, load_texts
 from specrt_export.distill.features import check_output, collect
 from specrt_export.distill.head import Layout, feature_layers, head_for
-from specrt_export.distill.loss import block_efficiency
+from specrt_export.distill.loss import block_efficiency, by_step
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.shards import read_shard, shard_path
 from specrt_export.distill.train import Trainer, TrainingPlan
@@ -153,7 +153,7 @@ def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Targ
         layout=request.layout, target=target, layers=feature_layers(model.config, request.layout), ffn=head.ffn,
         vocabulary_size=len(vocabulary), coverage=round(coverage(texts, vocabulary), 4), tokens=total,
         updates=trainer.state.update, planned_updates=trainer.state.updates, loss=round(trainer.state.loss, 4),
-        agreement=tuple(round(value, 4) for value in agreed.float().mean(1).tolist()),
+        agreement=tuple(round(value, 4) for value in by_step(agreed)),
         block_efficiency=round(block_efficiency(agreed), 3), training=request.training, command=request.command,
         tools={name: version(name) for name in _TOOLS},
     )  # fmt: skip
@@ -176,7 +176,7 @@ def _loop(call: _Call, trainer: Trainer, held: Dataset, path: Path, about: dict[
         if call.clock() - saved >= _SAVE_S:
             trainer.save(path, about)
             agreed = trainer.measure(held)
-            steps = ", ".join(f"{value:.1%}" for value in agreed.float().mean(1).tolist())
+            steps = ", ".join(f"{value:.1%}" for value in by_step(agreed))
             call.progress.say(f"    agreement by step {steps}; tokens per call {block_efficiency(agreed):.2f}")
             saved = call.clock()
     trainer.save(path, about)

@@ -40,6 +40,8 @@ def written_shards(folder: Path) -> Iterator[tuple[int, Path]]:
 
 def write_shard(path: Path, shard: TextShard) -> None:
     """Write a shard under a hidden name and rename it when it is complete."""
+    for old in path.parent.glob(f".{path.name}.*"):  # of a process that was killed
+        old.unlink(missing_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with part.open("wb") as file:
