@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import tiny
 from specrt_export.checkpoint import resolve
-from specrt_export.cli import distill_command
+from specrt_export.cli_distill import distill_command
 from specrt_export.distill.card import fingerprint_of
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.run import DistillRequest, distill
