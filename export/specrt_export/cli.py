@@ -68,9 +68,7 @@ def export_command(
     MODEL is a built-in name (see 'specrt models'), a hub id, a transformers directory with safetensors, or a GGUF
     file. Prints the folder written to standard output; progress goes to standard error.
     """
-    require("export", *_EXTRA)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars; ours says what they would
-    _unwind_on_signals()
+    begin()
     from specrt_export.artifact import NO_ENGINE, ExportRequest, export
     from specrt_export.progress import Progress
 
@@ -93,7 +91,6 @@ def export_command(
         model=model, draft=draft or "ngram", profile=chosen, out=out, cache_dir=cache_dir,
         revision=revision, add_to=add_to, overwrite=overwrite,
     )  # fmt: skip
-    _quiet_transformers()
     click.echo(export(request, Progress()))
 
 
@@ -194,7 +191,11 @@ def _unwind_on_signals() -> None:
         signal.signal(number, _interrupt)
 
 
-def _quiet_transformers() -> None:
+def begin() -> None:
+    """Check that the libraries of the export are there, silence them, and let signals unwind."""
+    require("export", *_EXTRA)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own bars; ours says what they would
+    _unwind_on_signals()
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -1,0 +1,1 @@
+"""Training of drafter heads on text that the target writes itself."""

@@ -1,0 +1,109 @@
+"""Heads on disk: weights under their published names, and a card that says what they belong to."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from specrt_export.distill.head import Layout
+from specrt_export.distill.train import TrainingPlan
+from specrt_export.errors import ExportError
+from specrt_profiles.codec import encode
+
+_LAYER = {"eagle": "layers.0.", "eagle3": "midlayer."}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a head belongs to: a model by name, and hashes of its vocabulary and of all its weights in fp32."""
+
+    name: str
+    vocabulary: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a head is, and how it came to be.
+
+    layers: whose inputs are its features; none for what the output matrix reads. agreement: by step 1 to 5, on
+    greedy answers that were held out. block_efficiency: tokens per target call that follow from it for chains of 5.
+    """
+
+    layout: Layout
+    target: Target
+    layers: tuple[int, ...]
+    ffn: int
+    vocabulary_size: int
+    coverage: float
+    tokens: int
+    updates: int
+    planned_updates: int
+    loss: float
+    agreement: tuple[float, ...]
+    block_efficiency: float
+    training: TrainingPlan
+    command: str
+    tools: dict[str, str]
+
+
+def card_path(head: Path) -> Path:
+    """Return where a head's card lies."""
+    return head.with_suffix(".json")
+
+
+def check_head_path(path: Path) -> None:
+    """Raise `ExportError` for a path that no head can be written to."""
+    if path.suffix != ".safetensors":
+        raise ExportError(f"{path}: expected a name that ends in .safetensors")
+    if not path.absolute().parent.is_dir():
+        raise ExportError(f"{path}: there is no folder {path.parent}")
+
+
+def write_head(
+    path: Path, layout: Layout, weights: Mapping[str, torch.Tensor], vocabulary: NDArray[np.int64], card: Card
+) -> None:
+    """Write a head's parameters in bfloat16, then the card; each replaces an older one when it is complete.
+
+    Embedding and output matrix are the target's and are left out. `d2t` holds, as in published heads, what has to be
+    added to a row's number to get its token id.
+    """
+    tensors = {published_name(layout, name): tensor.bfloat16() for name, tensor in weights.items()}
+    tensors["d2t"] = torch.from_numpy(vocabulary - np.arange(len(vocabulary)))
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    text = part.with_suffix(".json")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+        text.write_text(json.dumps(encode(card), indent=2) + "\n", "utf-8")
+        part.replace(path)
+        text.replace(card_path(path))
+    finally:
+        part.unlink(missing_ok=True)
+        text.unlink(missing_ok=True)
+
+
+def published_name(layout: Layout, name: str) -> str:
+    """Return the name that published heads have for a parameter of `Head`."""
+    inside = name.removeprefix("decoder.layers.0.")
+    if inside == name:
+        return name
+    if inside.startswith("input_layernorm."):  # the two norms of an EAGLE-3 layer
+        inside = inside.removeprefix("input_layernorm.")
+    return _LAYER[layout] + inside
+
+
+def fingerprint_of(model: Any) -> str:
+    """Return a SHA-256 over names, shapes and values (as fp32) of all parameters of a model."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().float().contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""From a model to a head: text that the target writes, its features, training, and the file."""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specrt_export import support
+from specrt_export.checkpoint import resolve
+from specrt_export.distill.card import Card, Target, check_head_path, fingerprint_of, write_head
+from specrt_export.distill.data import Dataset, Texts, coverage, draft_vocabulary, load_texts
+from specrt_export.distill.features import check_output, collect
+from specrt_export.distill.head import Layout, feature_layers, head_for
+from specrt_export.distill.loss import block_efficiency, by_step
+from specrt_export.distill.rows import WritingPlan
+from specrt_export.distill.shards import read_shard, shard_path
+from specrt_export.distill.train import Trainer, TrainingPlan
+from specrt_export.distill.turns import template_of, user_starts
+from specrt_export.distill.work import Work, open_work
+from specrt_export.distill.workers import WritingJob, write_shards
+from specrt_export.distill.writer import BatchSize
+from specrt_export.engine import load_model
+from specrt_export.progress import Progress
+from specrt_export.tokenizer import load_tokenizer, tokens_of
+from specrt_profiles.vocabulary import fingerprint
+
+_HELD_OUT = 24_000  # tokens at most, and no more than a sixteenth of all
+_TOOLS = ("specrt", "torch", "transformers")
+_SAY_S, _SAVE_S = 20.0, 300.0
+_TEXT = "The quick brown fox jumps over the lazy dog"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillRequest:
+    """What head to train for which model.
+
+    tokens: to be written in all. work: where text, features and checkpoints are kept. minutes: after which this call
+    ends, finished or not. command: how it was called, for the card.
+    """
+
+    model: str
+    layout: Layout
+    out: Path
+    work: Path
+    tokens: int
+    cache_dir: Path
+    prompts: Path | None = None
+    revision: str | None = None
+    minutes: float | None = None
+    vocabulary_size: int = 6144
+    ffn: int | None = None
+    threads: int = 1
+    training: TrainingPlan = field(default_factory=TrainingPlan)
+    size: BatchSize = field(default_factory=BatchSize)
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call: what it is for, where it reports, and when it ends."""
+
+    request: DistillRequest
+    progress: Progress
+    clock: Callable[[], float]
+    end: float | None
+
+    def out_of_time(self) -> bool:
+        return self.end is not None and self.clock() >= self.end
+
+
+class _OutOfTimeError(Exception):
+    """The minutes of this call are over."""
+
+
+def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Path | None:
+    """Train a head; return its file, or None when the minutes ended before there was one.
+
+    Whatever is complete is kept in `request.work`; the same request goes on from there. When the minutes end in the
+    middle of training, the head is written as it is then.
+    """
+    check_head_path(request.out)
+    call = _Call(request, progress, clock, None if request.minutes is None else clock() + 60 * request.minutes)
+    with progress.bytes(f"fetch {request.model}") as on_bytes:
+        checkpoint = resolve(request.model, revision=request.revision, cache_dir=request.cache_dir, on_bytes=on_bytes)
+    config = support.load_config(checkpoint)
+    support.model_class(config)
+    layers = feature_layers(config, request.layout)
+    tokenizer = load_tokenizer(checkpoint)
+    starts, complete = user_starts(tokenizer, request.prompts)
+    with progress.step(f"load {checkpoint.name}"):
+        model = load_model(checkpoint)
+        weights = fingerprint_of(model)
+        check_output(model, tokenizer.encode(_TEXT))
+    template = template_of(tokenizer, model.generation_config.eos_token_id)
+    plan = WritingPlan(template=template, starts=starts, complete=complete)
+    work = open_work(request.work, _about_text(request, weights, plan))
+    job = WritingJob(checkpoint=checkpoint, plan=plan, size=request.size, folder=work.texts, seed=request.training.seed)
+    try:
+        texts = _texts(call, model.to(torch.bfloat16), job, work, layers)
+        target = Target(name=checkpoint.name, vocabulary=fingerprint(tokens_of(tokenizer)), weights=weights)
+        return _train(call, model, work, texts, target)
+    except _OutOfTimeError:
+        progress.say(f"the minutes are over; the same command goes on from {request.work}")
+        return None
+
+
+def _texts(call: _Call, model: Any, job: WritingJob, work: Work, layers: Sequence[int]) -> list[Texts]:
+    """Write what text is missing, and compute what features are."""
+    request = call.request
+    per_shard = request.size.rows * request.size.length
+    numbers = range(max(1, round(request.tokens / per_shard)))
+    missing = [number for number in numbers if not shard_path(work.texts, number).is_file()]
+    meter = _Meter(call, "write", len(missing) * per_shard)
+    if missing and not write_shards(
+        job, missing, processes=request.threads, out_of_time=call.out_of_time, on_tokens=meter.reached
+    ):
+        raise _OutOfTimeError
+    torch.set_num_threads(request.threads)
+    folders = [work.features(request.layout, number) for number in numbers]
+    left = [(number, folder) for number, folder in zip(numbers, folders, strict=True) if not folder.is_dir()]
+    meter = _Meter(call, "read", len(left) * per_shard)
+    for number, folder in left:
+        if call.out_of_time():
+            raise _OutOfTimeError
+        collect(model, read_shard(shard_path(work.texts, number)), layers, folder, meter.add)
+    return [load_texts(shard_path(work.texts, number), folder) for number, folder in zip(numbers, folders, strict=True)]
+
+
+def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Target) -> Path:
+    request = call.request
+    matrix = model.get_output_embeddings().weight.detach()
+    vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
+    rows = matrix[torch.from_numpy(vocabulary)]
+    total = sum(len(part.text.tokens) for part in texts)
+    cut = min(_HELD_OUT, total // 16)
+    embed = model.get_input_embeddings()
+    learn = Dataset(texts, embed, vocabulary, held_out=cut, measure=False)
+    held = Dataset(texts[:1], embed, vocabulary, held_out=cut, measure=True)
+    head = head_for(model, request.layout, ffn=request.ffn, seed=request.training.seed)
+    trainer = Trainer(head, learn, rows, request.training)
+    path = work.checkpoint(request.layout)
+    about = {"tokens": total, "vocabulary": len(vocabulary), "ffn": head.ffn, **asdict(request.training)}
+    if path.is_file():
+        trainer.restore(path, about)
+    _loop(call, trainer, held, path, about)
+    agreed = trainer.measure(held)
+    card = Card(
+        layout=request.layout, target=target, layers=feature_layers(model.config, request.layout), ffn=head.ffn,
+        vocabulary_size=len(vocabulary), coverage=round(coverage(texts, vocabulary), 4), tokens=total,
+        updates=trainer.state.update, planned_updates=trainer.state.updates, loss=round(trainer.state.loss, 4),
+        agreement=tuple(round(value, 4) for value in by_step(agreed)),
+        block_efficiency=round(block_efficiency(agreed), 3), training=request.training, command=request.command,
+        tools={name: version(name) for name in _TOOLS},
+    )  # fmt: skip
+    write_head(request.out, request.layout, trainer.average, vocabulary, card)
+    call.progress.say(
+        f"head: {request.out.stat().st_size / 1e6:.1f} MB; chains of 5 give {card.block_efficiency:.2f} tokens per "
+        "target call on held-out answers"
+    )
+    return request.out
+
+
+def _loop(call: _Call, trainer: Trainer, held: Dataset, path: Path, about: dict[str, Any]) -> None:
+    """Train to the end, or until the minutes are over; report and keep checkpoints on the way."""
+    state = trainer.state
+    meter = _Meter(call, "train", state.updates - state.update, unit="updates")
+    saved = call.clock()
+    while state.update < state.updates and not call.out_of_time():
+        state = trainer.update()
+        meter.add(1, f"loss {state.loss:.3f}")
+        if call.clock() - saved >= _SAVE_S:
+            trainer.save(path, about)
+            agreed = trainer.measure(held)
+            steps = ", ".join(f"{value:.1%}" for value in by_step(agreed))
+            call.progress.say(f"    agreement by step {steps}; tokens per call {block_efficiency(agreed):.2f}")
+            saved = call.clock()
+    trainer.save(path, about)
+
+
+class _Meter:
+    """Says now and then how far a piece of work is, how fast it goes and how long it will take."""
+
+    def __init__(self, call: _Call, title: str, total: int, *, unit: str = "tokens") -> None:
+        self._call, self._title, self._total, self._unit = call, title, total, unit
+        self._begin = self._said = call.clock()
+        self._done = 0
+
+    def add(self, count: int, note: str = "") -> None:
+        """Count something as done."""
+        self.reached(self._done + count, note)
+
+    def reached(self, done: int, note: str = "") -> None:
+        """Set how much is done."""
+        self._done = done
+        now = self._call.clock()
+        if done and now - self._said >= _SAY_S:
+            self._said = now
+            rate = done / (now - self._begin)
+            left = max(0, self._total - done) / rate / 60
+            ending = f", {note}" if note else ""
+            self._call.progress.say(
+                f"  {self._title}: {done:,} of {self._total:,} {self._unit}, {rate:.3g} per second, "
+                f"about {left:.0f} min left{ending}"
+            )
+
+
+def _about_text(request: DistillRequest, weights: str, plan: WritingPlan) -> dict[str, Any]:
+    """Return what the text of a work folder depends on."""
+    digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+    return {"weights": weights, "text": digest, "size": [request.size.rows, request.size.length],
+            "seed": request.training.seed}  # fmt: skip

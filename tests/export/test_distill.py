@@ -1,0 +1,209 @@
+"""`specrt distill` from end to end on a small model, and what it writes."""
+
+import io
+import itertools
+import json
+import multiprocessing
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+import tiny
+from specrt_export.checkpoint import resolve
+from specrt_export.cli_distill import distill_command
+from specrt_export.distill.card import fingerprint_of
+from specrt_export.distill.rows import WritingPlan
+from specrt_export.distill.run import DistillRequest, distill
+from specrt_export.distill.shards import read_shard, shard_path
+from specrt_export.distill.train import TrainingPlan
+from specrt_export.distill.turns import Template
+from specrt_export.distill.workers import WritingJob, write_shards
+from specrt_export.distill.writer import BatchSize
+from specrt_export.errors import ExportError
+from specrt_export.progress import Progress
+
+LAYERS = 8
+TRAINING = TrainingPlan(epochs=6, batch=512, learning_rate=3e-3, warmup=4)
+SIZE = BatchSize(rows=8, length=192)
+PLAN = WritingPlan(template=Template(before=(), between=(), after=(), ends=frozenset()), starts=[[1]], complete=False)
+EAGLE = {
+    "d2t", "fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.v_proj.weight", "layers.0.self_attn.o_proj.weight", "layers.0.mlp.gate_proj.weight",
+    "layers.0.mlp.up_proj.weight", "layers.0.mlp.down_proj.weight", "layers.0.post_attention_layernorm.weight",
+}  # fmt: skip
+EAGLE3 = {
+    "d2t", "fc.weight", "norm.weight", "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight",
+    "midlayer.self_attn.v_proj.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.gate_proj.weight",
+    "midlayer.mlp.up_proj.weight", "midlayer.mlp.down_proj.weight", "midlayer.post_attention_layernorm.weight",
+    "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.make_model("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
+    prompts = [{"prompt": text} for text in ("the quick brown fox", "def mean(values)", "你好", "over the lazy dog")]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), "utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Put back what training sets: number of threads, signal handler."""
+    before, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    yield
+    torch.set_num_threads(before)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def request(source: Path, folder: Path, **changes: Any) -> DistillRequest:
+    settings: dict[str, Any] = {
+        "model": str(source), "layout": "eagle", "out": folder / "head.safetensors", "work": folder / "work",
+        "tokens": 3000, "cache_dir": folder, "vocabulary_size": 200, "training": TRAINING, "size": SIZE,
+    }  # fmt: skip
+    return DistillRequest(**{**settings, "prompts": source / "prompts.jsonl", **changes})
+
+
+class Log:
+    """What was said."""
+
+    def __init__(self) -> None:
+        self.stream = io.StringIO()
+        self.progress = Progress(stream=self.stream)
+
+
+def card_of(head: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(head.with_suffix(".json").read_text("utf-8"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that was never interrupted."""
+    folder = tmp_path_factory.mktemp("trained")
+    log = Log()
+    assert distill(request(source, folder), log.progress) == folder / "head.safetensors"
+    assert "tokens per target call on held-out answers" in log.stream.getvalue()
+    return folder
+
+
+def test_the_head_has_the_published_layout(source: Path, trained: Path) -> None:
+    tensors, card = load_file(trained / "head.safetensors"), card_of(trained / "head.safetensors")
+    assert set(tensors) == EAGLE
+    assert tensors["fc.weight"].shape == (64, 128)
+    assert {tensor.dtype for name, tensor in tensors.items() if name != "d2t"} == {torch.bfloat16}
+    ids = tensors["d2t"] + torch.arange(200)
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert 0 <= int(ids.min()) <= int(ids.max()) < tiny.VOCAB_SIZE
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert card["target"]["weights"] == fingerprint_of(model)
+    assert (card["layout"], card["layers"], card["ffn"], card["vocabulary_size"]) == ("eagle", [], 96, 200)
+    assert card["updates"] == card["planned_updates"] > 20
+    assert len(card["agreement"]) == 5
+    assert sorted(path.name for path in trained.iterdir()) == ["head.json", "head.safetensors", "work"]
+
+
+def test_the_head_learns_to_guess(trained: Path) -> None:
+    card = card_of(trained / "head.safetensors")
+    assert card["agreement"][0] > 0.3
+    assert card["block_efficiency"] > 1.4
+
+
+def test_an_eagle3_head_from_the_same_text(source: Path, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "work" / "texts", tmp_path / "work" / "texts")
+    shutil.copy(trained / "work" / "about.json", tmp_path / "work")
+    head = distill(request(source, tmp_path, layout="eagle3", ffn=64), Log().progress)
+    assert head is not None
+    tensors, card = load_file(head), card_of(head)
+    assert set(tensors) == EAGLE3
+    assert tensors["fc.weight"].shape == (64, 192)
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (64, 128)
+    assert tensors["midlayer.mlp.gate_proj.weight"].shape == (64, 64)
+    assert card["layers"] == [2, 4, 5]
+    assert card["agreement"][0] > 0.2
+
+
+def test_going_on_after_interrupts_ends_at_the_same_head(source: Path, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "work" / "texts", tmp_path / "work" / "texts")
+    shutil.copy(trained / "work" / "about.json", tmp_path / "work")
+    states: list[int | None] = []
+    while not states or states[-1] != card_of(trained / "head.safetensors")["updates"]:
+        ticks = itertools.count()
+        wanted = request(source, tmp_path, minutes=1.0)
+        written = distill(wanted, Log().progress, clock=lambda ticks=ticks: 1.5 * next(ticks))
+        states.append(None if written is None else card_of(written)["updates"])
+        assert len(states) < 12
+    assert len(states) > 2
+    assert written is not None
+    for name, tensor in load_file(trained / "head.safetensors").items():
+        assert tensor.equal(load_file(written)[name]), name
+
+
+def test_only_text_that_is_missing_is_written(source: Path, trained: Path, tmp_path: Path) -> None:
+    texts = shutil.copytree(trained / "work" / "texts", tmp_path / "work" / "texts")
+    shutil.copy(trained / "work" / "about.json", tmp_path / "work")
+    kept, gone = shard_path(texts, 0), shard_path(texts, 1)
+    before = kept.stat().st_mtime_ns
+    gone.unlink()
+    (texts / f".{gone.name}.1").write_bytes(b"half")
+    assert distill(request(source, tmp_path, minutes=0), Log().progress) is None
+    assert not gone.exists()
+    log = Log()
+    assert distill(request(source, tmp_path), log.progress) is not None
+    assert kept.stat().st_mtime_ns == before
+    assert read_shard(gone).tokens.tolist() == read_shard(shard_path(trained / "work" / "texts", 1)).tokens.tolist()
+    assert sorted(path.name for path in texts.iterdir()) == [kept.name, gone.name]
+
+
+def test_text_is_written_by_several_processes(source: Path, trained: Path, tmp_path: Path) -> None:
+    few = replace(TRAINING, epochs=1)
+    assert distill(request(source, tmp_path, threads=2, training=few), Log().progress) is not None
+    ours, theirs = (sorted((folder / "work" / "texts").iterdir()) for folder in (tmp_path, trained))
+    assert [path.name for path in ours] == ["text-00000.npz", "text-00001.npz"]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert read_shard(mine).tokens.tolist() == read_shard(other).tokens.tolist()
+    assert not multiprocessing.active_children()
+
+
+def test_what_is_refused(source: Path, trained: Path, tmp_path: Path) -> None:
+    other = tiny.make_model("llama", tmp_path / "other", seed=5, num_hidden_layers=LAYERS)
+    for changes, text in (
+        ({"out": tmp_path / "head.bin"}, "expected a name that ends in .safetensors"),
+        ({"out": tmp_path / "none" / "head.safetensors"}, "there is no folder"),
+        ({"model": str(other), "work": trained / "work"}, "has weights '.*', expected '.*': choose another --work"),
+        ({"work": source}, "expected the folder of an earlier training or a new one"),
+        ({"prompts": tmp_path / "none"}, "cannot be read as UTF-8"),
+    ):
+        with pytest.raises(ExportError, match=text):
+            distill(request(source, tmp_path, **changes), Log().progress)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+
+
+def test_a_process_that_fails_is_told(source: Path, tmp_path: Path) -> None:
+    shell = shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "work" / "texts").mkdir(parents=True)
+    checkpoint = resolve(str(shell), revision=None, cache_dir=tmp_path, on_bytes=lambda _: None)
+    (shell / "model.safetensors").unlink()
+    job = WritingJob(checkpoint=checkpoint, plan=PLAN, size=SIZE, folder=tmp_path / "work" / "texts", seed=0)
+    with pytest.raises(ExportError, match="a process that writes text ended with 1"):
+        write_shards(job, [0], processes=1, out_of_time=lambda: False, on_tokens=lambda _: None)
+    assert not list((tmp_path / "work" / "texts").iterdir())
+
+
+def test_the_command(source: Path, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "head.safetensors"
+    words = ["--tokens", 500, "--epochs", 1, "--threads", 1, "--vocabulary", 100, "--minutes", 0, "-o", out]
+    result: Result = CliRunner().invoke(distill_command, [str(word) for word in (source, *words)])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    assert f"the same command goes on from {tmp_path / 'head.work'}" in result.stderr
+    assert capfd.readouterr().out == ""
