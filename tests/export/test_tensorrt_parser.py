@@ -16,9 +16,18 @@ FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_graph_is_parsed_and_built(tmp_path: Path, family: str) -> None:
-    """The builder checks tensors and in-place updates itself, and refuses a graph that it warns of."""
-    profile = tiny.profile(dialect="tensorrt", precision="fp16")
-    artifact = tiny.export_tiny(tiny.make_model(family, tmp_path / "source"), tmp_path / "artifact", profile=profile)
+    check(tmp_path, family, trees=False)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_a_graph_that_takes_trees_is_parsed_and_built(tmp_path: Path, family: str) -> None:
+    check(tmp_path, family, trees=True)
+
+
+def check(folder: Path, family: str, *, trees: bool) -> None:
+    """Export and build; the builder checks tensors and in-place updates itself, and refuses a graph it warns of."""
+    profile = tiny.profile(dialect="tensorrt", precision="fp16", trees=trees)
+    artifact = tiny.export_tiny(tiny.make_model(family, folder / "source"), folder / "artifact", profile=profile)
     spec = read_manifest(artifact).target
     builder = Builder(BuildOptions(builder="tensorrt-rtx"))
     shapes = call_shapes(spec.prefill_width, spec.verify_widths, with_decode=True)
