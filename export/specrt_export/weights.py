@@ -109,8 +109,8 @@ def attach_weights(
         elif isinstance(store, _Store) and precision not in _FLOATS and is_embedding(node):
             store.rewrite_embedding(node)
     for name, tensor in tensors.items():
-        value, dtype = graph.initializers[name], graph.initializers[name].dtype
-        assert dtype is not None
+        value = graph.initializers[name]
+        dtype = value.dtype or (value.const_value.dtype if value.const_value is not None else ir.DataType.FLOAT)
         check_range(name, tensor, dtype)
         content = partial(_divided, tensor, store.divided.get(name))
         value.const_value = lazy(name, tensor.shape, partial(as_stored, content, dtype), dtype)

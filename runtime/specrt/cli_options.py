@@ -81,6 +81,7 @@ _SETTINGS = (
         "-k", "--num-speculative-tokens", "k", metavar="K", callback=parse_k,
         help="Most tokens to propose per step, 0 for plain decoding.  [default: auto, as many as pay]",
     ),
+    click.option("--max-step-ms", type=float, help="With adaptive k: longest step, in milliseconds."),
     click.option("--prompt-lookup-max", type=int, help="Longest n-gram that the ngram drafter looks up."),
     click.option("--prompt-lookup-min", type=int, help="Shortest one."),
     click.option("--suffix-cache", is_flag=True, help="Let the suffix drafter look into earlier outputs of this run."),

@@ -111,14 +111,14 @@ def test_both_dialects_say_the_same(tiny_artifact: Path, tensorrt_artifact: Path
 
 def test_a_window_narrower_than_the_context_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the window the graph is another model, and the export's own comparison says so."""
-    monkeypatch.setattr(dialect_trt.TensorrtDialect, "_mask", widest_mask(dialect_trt.TensorrtDialect._mask))
+    monkeypatch.setattr(dialect_trt, "seen_slots", widest_mask(dialect_trt.seen_slots))
     source = tiny.make_model("mistral-window", tmp_path / "source")
     with pytest.raises(ExportError, match="does not match its source"):
         tiny.export_tiny(source, tmp_path / "artifact", profile=PROFILE)
 
 
 def widest_mask(original: Any) -> Any:
-    return lambda dialect, position_ids, _window: original(dialect, position_ids, None)
+    return lambda inputs, *, slots, window: original(inputs, slots=slots, window=None)
 
 
 def test_an_export_is_linted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

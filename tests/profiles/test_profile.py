@@ -72,7 +72,7 @@ def test_a_file_needs_no_suffix_and_may_state_its_name(tmp_path: Path) -> None:
         ('precision = "fp8"', "mine.toml.precision: expected one of fp32, fp16, bf16, int8, int4, found 'fp8'"),
         ("trees = 1", "mine.toml.trees: expected true or false, found 1"),
         ('dialect = "trt"', "mine.toml.dialect: expected one of ort, tensorrt, found 'trt'"),
-        ("draft_precision = 4", "mine.toml.draft_precision: expected one of fp32, int8, int4, found 4"),
+        ("draft_precision = 4", "mine.toml.draft_precision: expected one of fp32, fp16, bf16, int8, int4, found 4"),
         ("num_draft_tokens = 16", "num_draft_tokens: expected 0 to 15, the widest verify width less one, found 16"),
         ("num_draft_tokens = -1", "num_draft_tokens: expected 0 to 15, the widest verify width less one, found -1"),
         ("name = 3", "mine.toml.name: expected a string, found 3"),

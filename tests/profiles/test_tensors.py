@@ -53,5 +53,5 @@ def test_a_graph_that_takes_trees_sees_its_own_rows_by_a_mask_and_all_slots_by_l
 def test_kv_bytes_are_those_of_the_buffers() -> None:
     past = [spec for spec in graph_inputs(DIMS, PROFILE) if spec.name.startswith("past")]
     values = sum(int(a) * int(b) * int(c) * int(d) for a, b, c, d in (spec.shape for spec in past))
-    assert DIMS.kv_bytes(PROFILE.slots, "fp32") == 4 * values
+    assert DIMS.kv_bytes(PROFILE.slots, "float32") == 4 * values
     assert DIMS.kv_bytes(PROFILE.slots, "int8") == values

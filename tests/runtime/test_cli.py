@@ -17,7 +17,9 @@ from specrt import cli_options
 from specrt.cli import main
 from specrt.requests import Options
 
-COMMANDS = ("bench", "chat", "check", "export", "generate", "inspect", "models", "trace")
+COMMANDS = (
+    "bench", "chat", "check", "distill", "export", "generate", "inspect", "models", "plan", "trace", "tune"
+)  # fmt: skip
 SPECRT = str(Path(sys.executable).with_name("specrt"))
 PROMPTS = '{"category": "a", "prompt": "the fox"}\n{"category": "b", "turns": ["def mean(values):"]}\n'
 

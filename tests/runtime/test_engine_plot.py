@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specrt import MissingExtraError, RequestError, engine_plot
+from specrt import MissingExtraError, RequestError, output
 from specrt.engine_costs import CallCost, EngineFacts, EngineReport
 from specrt.engine_plot import check_plot, write_plot
 
@@ -76,7 +76,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(RequestError, match=r"folder\.png cannot be written: name another file"):
         check_plot(tmp_path / "folder.png")
     asked: list[Any] = []
-    monkeypatch.setattr(engine_plot.os, "access", lambda path, _: asked.append(path))
+    monkeypatch.setattr(output.os, "access", lambda path, _: asked.append(path))
     (tmp_path / "old.png").touch()
     for name in ("calls.png", "old.png"):
         with pytest.raises(RequestError, match="cannot be written: name another file"):

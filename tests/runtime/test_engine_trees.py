@@ -173,7 +173,7 @@ def test_first_branches_are_tried_on_the_machine_at_hand(
 
     specrt.load(artifacts["fp32"], cache_dir=tmp_path / "right").close()
     monkeypatch.setattr("specrt.engine_bound.ancestry", leaky)
-    with pytest.raises(EngineError, match="a tree's first branch has not the bits of a chain: export without --trees"):
+    with pytest.raises(EngineError, match="a tree's first branch has not the bits of a chain: leave --trees out"):
         specrt.load(artifacts["fp32"], cache_dir=tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
 

@@ -147,7 +147,7 @@ def fail_in_the_consumer(model: LanguageModel) -> None:
 
 def fail_in_the_engine(model: LanguageModel) -> None:
     target: Any = model.target
-    verify, target.verify = target.verify, lambda ids: 1 / 0
+    verify, target.verify = target.verify, lambda ids, parents: 1 / 0
     with pytest.raises(ZeroDivisionError):
         model.generate(PROMPT)
     target.verify = verify
@@ -297,10 +297,10 @@ def held_in_a_step(model: LanguageModel, stream: Stream) -> Iterator[None]:
     target: Any = model.target
     verify, entered, leave = target.verify, threading.Event(), threading.Event()
 
-    def slow(ids: Any) -> Any:
+    def slow(ids: Any, parents: Any) -> Any:
         entered.set()
         leave.wait(30)
-        return verify(ids)
+        return verify(ids, parents)
 
     target.verify = slow
     thread = threading.Thread(target=lambda: next(stream))
