@@ -26,7 +26,7 @@ from specrt.stats import Statistics
 
 PLAIN_ONE, PLAIN = "plain-1", "plain"
 _WARM_UP = 8  # tokens
-_CONTEXT, _CALLS = 256, 9  # of the timed calls that a replay is charged with
+_CONTEXT, _CALLS = 256, 5  # of the calls timed before each prompt, which its replays are charged with
 
 
 class OneRowEngine:
@@ -113,9 +113,9 @@ def run_bench(
     for setting in settings:  # binds calls and brings weights into memory, which no measured run should pay for
         _run(model, prompts[0], setting, {**options, "max_tokens": _WARM_UP}, chat=chat)
     same = options.get("coupling") != "rejection"
-    call_s = time_calls(model.target, context=_CONTEXT, calls=_CALLS, clock=time.perf_counter) if predict else {}
     replays: dict[tuple[str, str], list[Statistics]] = {}
     for prompt in prompts:
+        call_s = time_calls(model.target, context=_CONTEXT, calls=_CALLS, clock=time.perf_counter) if predict else {}
         ids, measured = _measure(model, prompt, settings, options, repeats=repeats, same=same, chat=chat, on_run=on_run)
         for setting in settings:
             for category in {prompt.category, "all"}:

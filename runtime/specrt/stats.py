@@ -23,7 +23,8 @@ _SLOWER = 0.97  # estimated speedup below which a run is called slower: calls we
 
 _SUMMED = (
     "num_prompt_tokens", "num_cached_tokens", "num_tokens", "num_steps", "num_drafts", "num_proposed",
-    "num_accepted", "num_recomputed", "num_drafter_faults", "prefill_s", "draft_s", "verify_s", "rest_s", "first_token_s",
+    "num_accepted", "num_recomputed", "num_drafter_faults", "prefill_s", "draft_s", "verify_s", "rest_s",
+    "first_token_s",
 )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def bars(labels: Sequence[str], series: Sequence[Series], *, unit: str, width: f
     """Return a chart with a group of bars for each label, a bar of each series in it."""
     frame = _frame(labels, [v for one in series for v in one.values if v is not None], width, height)
     size = min(_WIDEST, frame.slot * 0.84 / max(1, len(series)))
+    labelled = all(size >= _CHARACTER * len(_short(v)) for one in series for v in one.values if v is not None)
     parts = []
     for place, label in enumerate(labels):
         start = frame.x(place + 0.5) - size * len(series) / 2
@@ -55,8 +56,8 @@ def bars(labels: Sequence[str], series: Sequence[Series], *, unit: str, width: f
                 continue
             left, number = start + order * size, _number(value)
             parts.append(_bar(frame, left, size, (0.0, value), one.colour, f"{label}, {one.name}: {number} {unit}"))
-            if size >= _CHARACTER * len(number):
-                parts.append(_text(left + size / 2, frame.y(value) - 4, number))
+            if labelled:
+                parts.append(_text(left + size / 2, frame.y(value) - 4, _short(value)))
     return _chart(frame, labels, unit, parts)
 
 
@@ -107,6 +108,10 @@ def _text(x: float, y: float, text: str, *, anchor: str = "middle", slanted: boo
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _bar(frame: _Frame, left: float, size: float, ends: tuple[float, float], colour: str, said: str) -> str:

@@ -151,7 +151,7 @@ SOUND = 10**9  # calls
 
 
 class FaultySession:
-    """Runs `left` calls, then fails: before it did anything, half-way with rubbish in its slots, or when all is done."""
+    """Runs `left` calls, then fails: before it did anything, half-way with rubbish in its slots, or at the end."""
 
     def __init__(self, engine: Any, *, when: str) -> None:
         self._engine, self._session, self.left, self._when = engine, engine._session, SOUND, when
