@@ -29,7 +29,7 @@ KEEP = 0.9  # weight of what was seen before when the same class is seen again
 FADE = 0.98  # the same for each step that a drafter rests: what is known about it grows old
 PROBE = 16  # steps that a drafter rests after it was found not to pay
 MAX_REJECTED = 8  # steps in a row without an accepted token, after which only free guesses are taken
-FREE = 0.01  # of a plain step: a drafter that takes less per token costs nothing
+FREE = 0.03  # of a plain step: a drafter that takes less for a proposal costs nothing
 _LEARN = 0.05  # weight of a new call time, for all widths and once more for its own
 
 
@@ -129,19 +129,19 @@ class AdaptiveController:
         self._costs, self._first, self._max_step_s = costs, first, max_step_s
         self._classes: dict[float, tuple[float, float]] = {}  # confidence -> accepted, seen
         self._latest: float | None = None
-        self._draft_s: float | None = None  # per token
+        self._token_s = self._proposal_s = 0.0  # of drafting
         self._account = CREDIT * costs.of(1) / 4
         self._rest = self._rejected = 0
 
     def limit(self, most: int) -> int:
         """Return `most` for a drafter that costs nothing, else the k that pays by the latest proposals."""
-        if self._draft_s is None or self._latest is None:
+        if self._latest is None:
             return self._within(min(self._first, most))
-        if self._draft_s < FREE * self._costs.of(1):
+        if self._proposal_s < FREE * self._costs.of(1):
             return most
         if self._rest:
             return 0
-        best = self._best(self._rate(self._latest), most, self._draft_s)
+        best = self._best(self._rate(self._latest), most, self._token_s)
         return best if best and self._may_risk() else self._probe(most)
 
     def keep(self, proposal: Proposal) -> int:
@@ -165,8 +165,8 @@ class AdaptiveController:
                 self._rest -= 1
                 self._classes = {key: (a * FADE, n * FADE) for key, (a, n) in self._classes.items()}
             return
-        per_token = step.draft_s / step.num_drafted
-        self._draft_s = per_token if self._draft_s is None else 0.8 * self._draft_s + 0.2 * per_token
+        self._token_s = _follow(self._token_s, step.draft_s / step.num_drafted)
+        self._proposal_s = _follow(self._proposal_s, step.draft_s)
         self._latest = step.proposal.confidence
         accepted, seen = self._classes.get(self._latest, (0.0, 0.0))
         tried = step.num_accepted + (step.num_accepted < verified)
@@ -194,3 +194,8 @@ class AdaptiveController:
         """Rest, unless the account can pay for a guess that fills the narrowest call."""
         self._rest = PROBE
         return min(most, self._costs.widths[0] - 1) if self._account > 0 else 0
+
+
+def _follow(known: float, seen: float) -> float:
+    """Return an estimate that is nearer to what was seen; a single outlier moves it little."""
+    return known * min(2.0, max(0.5, seen / known)) ** 0.5 if known else seen
