@@ -111,7 +111,7 @@ def test_every_token_of_the_trace_has_its_text_and_the_colour_of_its_origin(trac
 def test_a_step_tells_its_story_when_it_is_reached_and_the_prompt_stays_text(trace: Written, tmp_path: Path) -> None:
     question = (
         "(() => { const step = document.querySelectorAll('.step')[0], card = step.querySelector('.card');"
-        " const before = getComputedStyle(card).display; step.focus();"
+        " const before = getComputedStyle(card).display; location.hash = step.id;"
         " const box = card.getBoundingClientRect();"
         " return [before, getComputedStyle(card).display, box.left, box.right, card.innerText,"
         " document.querySelector('details').textContent, document.title,"
