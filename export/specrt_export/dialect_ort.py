@@ -10,7 +10,7 @@ import torch
 import torch.onnx
 
 from specrt_export.decoder import AttentionOptions, Call
-from specrt_export.mask import seen_slots
+from specrt_export.mask import seen_slots, window_within
 from specrt_profiles.profile import Profile
 
 _BIAS = 10  # place of attention_bias among the inputs
@@ -20,7 +20,7 @@ class OrtDialect:
     """Emits GroupQueryAttention: causal by position, cache written in place, rotation and soft cap included."""
 
     def __init__(self, profile: Profile) -> None:
-        self._capacity, self._slots, self._trees = profile.capacity, profile.slots, profile.trees
+        self._profile, self._slots, self._trees = profile, profile.slots, profile.trees
         self._tree_width = profile.verify_widths[-1]
 
     def attention(
@@ -47,10 +47,10 @@ class OrtDialect:
             tables = (options.rotary.cos.to(query.dtype), options.rotary.sin.to(query.dtype))
             inputs += [*tables, call.inputs["position_ids"]]
             attributes["rotary_interleaved"] = int(options.rotary.style == "interleaved")
-        window = options.window if options.window is not None and options.window < self._capacity else None
+        window = window_within(options.window, self._profile)
         if self._trees:
             inputs += [None] * (_BIAS - len(inputs))
-            inputs.append(self._bias(call, window))
+            inputs.append(self._bias(call, window).to(query.dtype))
         if window is not None:  # in slots, of which a token of a tree may have some behind its position
             attributes["local_window_size"] = window + (self._tree_width if self._trees else 0)
         if options.softcap:

@@ -11,7 +11,7 @@ import torch
 import torch.onnx
 
 from specrt_export.decoder import AttentionOptions, Call
-from specrt_export.mask import seen_slots
+from specrt_export.mask import seen_slots, window_within
 from specrt_export.rotary import Rotary
 from specrt_profiles.profile import Profile
 
@@ -20,7 +20,7 @@ class TensorrtDialect:
     """Emits RotaryEmbedding, TensorScatter and Attention; a soft cap, which TensorRT's Attention lacks, by hand."""
 
     def __init__(self, profile: Profile) -> None:
-        self._capacity, self._slots = profile.capacity, profile.slots
+        self._profile, self._slots = profile, profile.slots
 
     def attention(
         self, call: Call, layer: int, qkv: tuple[torch.Tensor, ...], options: AttentionOptions
@@ -32,7 +32,7 @@ class TensorrtDialect:
             query, key = (_rotate(x, options.rotary, positions) for x in (query, key))
         past_key, past_value = call.past[layer]
         key, value = call.present[layer] = (_store(past_key, key, start), _store(past_value, value, start))
-        window = options.window if options.window is not None and options.window < self._capacity else None
+        window = window_within(options.window, self._profile)
         mask = seen_slots(call.inputs, slots=self._slots, window=window)
         if options.softcap:
             out = _capped(query, key, value, mask, scale=options.scale, softcap=options.softcap)

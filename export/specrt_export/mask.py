@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
+from specrt_export.errors import UnsupportedModelError
+from specrt_profiles.profile import Profile
+
 
 def seen_slots(inputs: Mapping[str, torch.Tensor], *, slots: int, window: int | None) -> torch.Tensor:
     """Return bool [B, 1, W, S]: what came before a row and the row itself, as far as the window reaches back.
@@ -25,3 +28,20 @@ def seen_slots(inputs: Mapping[str, torch.Tensor], *, slots: int, window: int | 
     if window is not None:
         seen = seen & (number > position[:, :, None] - window)
     return seen[:, None]
+
+
+def window_within(window: int | None, profile: Profile) -> int | None:
+    """Return an attention window, None where it reaches over all slots.
+
+    Raises:
+        UnsupportedModelError: rows of a tree could lie farther apart than the window.
+    """
+    if window is None or window >= profile.capacity:
+        return None
+    widest = profile.verify_widths[-1]
+    if profile.trees and window < widest:
+        raise UnsupportedModelError(
+            f"attention window of {window} tokens: expected at least the widest verify call, {widest}, with trees: "
+            "export without --trees or with fewer draft tokens"
+        )
+    return window

@@ -1,6 +1,7 @@
 """`specrt export` and `specrt models`: the result on standard output, everything else on standard error."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -103,6 +104,18 @@ def test_an_option_without_effect_is_refused(
     assert text in result.stderr
 
 
+def make_would_run(folder: Path, *variables: str) -> list[str]:
+    """Return the commands that `make export` would run, whether or not another make runs this test."""
+    (folder / ".specrt-ready").touch()
+    ready = ["-n", "--no-print-directory", "-o", f"{folder}/.specrt-ready", f"VENV={folder}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", *ready, "export", *variables],
+        cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [" ".join(line.split()) for line in done.stdout.replace("\\\n", " ").strip().splitlines()]
+
+
 @pytest.mark.parametrize(
     ("model", "out"),
     [
@@ -113,32 +126,15 @@ def test_an_option_without_effect_is_refused(
     ],
 )
 def test_make_export_names_the_folder_after_the_model(tmp_path: Path, model: str, out: str) -> None:
-    (tmp_path / ".specrt-ready").touch()
-    words = ["make", "-n", "-o", f"{tmp_path}/.specrt-ready", "export", f"MODEL={model}", f"VENV={tmp_path}"]
-    shown = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
-    assert f'export "{model}" --out "{out}"' in shown
+    assert f'export "{model}" --out "{out}"' in make_would_run(tmp_path, f"MODEL={model}")[-1]
 
 
 def test_make_export_for_tensorrt_builds_a_plan_as_well(tmp_path: Path) -> None:
-    (tmp_path / ".specrt-ready").touch()
-    words = [
-        "make",
-        "-n",
-        "-o",
-        f"{tmp_path}/.specrt-ready",
-        "export",
-        "MODEL=some",
-        "TARGET=tensorrt",
-        f"VENV={tmp_path}",
-    ]
     for more, precision, builder in (
         ([], "fp16", ""),
         (["PRECISION=int4", "BUILDER=tensorrt"], "int4", "--builder tensorrt"),
     ):
-        done = subprocess.run(
-            [*words, *more], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-        )
-        first, second = (" ".join(text.split()) for text in done.stdout.replace("\\\n", " ").strip().splitlines()[-2:])
+        first, second = make_would_run(tmp_path, "MODEL=some", "TARGET=tensorrt", *more)[-2:]
         assert "--dialect tensorrt" in first
         assert first.count("--precision") == 1
         assert f"--precision {precision}" in first

@@ -14,6 +14,7 @@ from specrt.acceptance import Proposal
 from specrt.engine_ort import OrtEngine
 from specrt.errors import EngineError
 from specrt.tree import ancestry
+from specrt_export.errors import UnsupportedModelError
 from specrt_profiles.manifest import read_manifest
 from specrt_profiles.profile import Profile
 
@@ -91,6 +92,26 @@ def test_windows_soft_caps_and_learned_positions_know_trees(tmp_path: Path, fami
     for context in (3, 22, 60):  # windows of 24 tokens begin within the context
         assert worst_difference(engine, context) < 2e-5
     engine.close()
+
+
+def test_trees_at_fp16(tiny_source: Path, tmp_path: Path) -> None:
+    engine = open_engine(
+        tiny.export_tiny(tiny_source, tmp_path / "out", profile=tiny.profile(trees=True, precision="fp16"))
+    )
+    assert worst_difference(engine, 30) < 5e-3
+    engine.close()
+
+
+@pytest.mark.parametrize("dialect", ["ort", "tensorrt"])
+def test_a_window_narrower_than_a_tree_is_refused(tmp_path: Path, dialect: str) -> None:
+    source = tiny.make_model("mistral-window", tmp_path / "source")  # 24 tokens
+    wide = {"verify_widths": (2, 26), "dialect": dialect}
+    with pytest.raises(
+        UnsupportedModelError, match="window of 24 tokens: expected at least the widest verify call, 26"
+    ):
+        tiny.export_tiny(source, tmp_path / "out", profile=tiny.profile(trees=True, **wide))
+    assert not (tmp_path / "out").exists()
+    tiny.export_tiny(source, tmp_path / "chains", profile=tiny.profile(**wide))
 
 
 def test_other_branches_change_no_bit(engine: OrtEngine) -> None:
