@@ -1,5 +1,5 @@
 # All targets create the environment when it is missing. Variables: VENV (environment), PYTHON (interpreter that
-# makes it), ARTIFACT (folder to use), ARGS (passed on), BUILDER (of TensorRT plans), PEERS_VENV (environments of
+# makes it), JOBS (processes that run tests), ARTIFACT (folder to use), ARGS (passed on), BUILDER (of TensorRT plans), PEERS_VENV (environments of
 # bench-peers), GPU_VENV and GPU_EXTRAS (environment of gpu-check and what is in it).
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
@@ -7,6 +7,7 @@ GPU_VENV ?= .venv-gpu
 GPU_EXTRAS ?= gpu,tensorrt-rtx
 PYTHON ?= python3
 ARTIFACT ?= artifacts/smollm2-135m
+JOBS ?= 2
 OUT ?= artifacts/$(patsubst %.gguf,%,$(notdir $(MODEL:/=)))
 PROMPT ?= Summarise in one sentence: The library will be closed on Monday and Tuesday because the heating has to be repaired. \
   Books that are due on these days can be returned on Wednesday without a fine.
@@ -33,7 +34,7 @@ demo: $(READY) ## Export SmolLM2-135M (once) and generate an answer with n-gram 
 	@$(RUN)/specrt generate artifacts/smollm2-135m "$(PROMPT)" --max-tokens 160
 
 test: $(READY) ## Run the tests. ARGS="-m 'not slow'" leaves out those that export the real model.
-	$(RUN)/python -m pytest $(ARGS)
+	$(RUN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY) ## Check style and types.
 	$(RUN)/ruff check .
