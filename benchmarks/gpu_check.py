@@ -49,12 +49,12 @@ def rollback_traces(engine: Engine, tokens: Sequence[int]) -> list[int]:
     for width in engine.verify_widths:
         engine.rollback(0)
         engine.prefill(tokens[:20])
-        clean = engine.verify(tokens[20 : 20 + width]).tobytes()
+        clean = np.array(engine.verify(tokens[20 : 20 + width]))
         for rejected in engine.verify_widths:
             engine.rollback(20)
             engine.verify(tokens[40 : 40 + rejected])
         engine.rollback(20)
-        if engine.verify(tokens[20 : 20 + width]).tobytes() != clean:
+        if not np.array_equal(np.asarray(engine.verify(tokens[20 : 20 + width])), clean):
             changed.append(width)
     return changed
 

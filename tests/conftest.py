@@ -58,6 +58,13 @@ def tensorrt_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="session")
+def half_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That Llama as an artifact at fp16, which ONNX Runtime has CUDA kernels for, with itself as draft."""
+    profile = tiny.profile(precision="fp16", draft_precision="fp16")
+    return export_tiny(tiny_source, tmp_path_factory.mktemp("half") / "tiny", draft=str(tiny_source), profile=profile)
+
+
+@pytest.fixture(scope="session")
 def machine_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where measurements of this run are kept."""
     return tmp_path_factory.mktemp("machine")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # what stands for a type that NumPy does not have
 
 
 class Result(IntEnum):
@@ -40,6 +41,7 @@ class SimulatedDriver:
         self.pinned: dict[int, Bytes] = {}
         self.streams: dict[int, list[Callable[[], None]]] = {}
         self.uploads: list[tuple[int, int]] = []  # address ranges since the last call of a graph
+        self.copies: list[tuple[str, int]] = []  # direction and bytes of every copy
         self.num_contexts = self._num_streams = 0
         self._num_devices, self._capability = num_devices, compute_capability
         self._threads = threading.local()
@@ -161,10 +163,17 @@ class SimulatedDriver:
 
     def cuMemcpyHtoDAsync(self, address: int, source: int, size: int, stream: int) -> Any:
         self.uploads.append((int(address), int(address) + size))
+        self.copies.append(("up", size))
         return self._copy(_within(self.pinned, source, size), self.device_bytes(int(address), size), stream)
 
     def cuMemcpyDtoHAsync(self, target: int, address: int, size: int, stream: int) -> Any:
+        self.copies.append(("down", size))
         return self._copy(self.device_bytes(int(address), size), _within(self.pinned, target, size), stream)
+
+    def cuMemcpyDtoDAsync(self, target: int, address: int, size: int, stream: int) -> Any:
+        assert abs(int(target) - int(address)) >= size, "copies that overlap are undefined"
+        self.copies.append(("across", size))
+        return self._copy(self.device_bytes(int(address), size), self.device_bytes(int(target), size), stream)
 
     def _copy(self, source: Bytes | None, target: Bytes | None, stream: int) -> Any:
         if source is None or target is None:
@@ -189,3 +198,21 @@ def _within(allocations: dict[int, Bytes], address: int, size: int) -> Bytes | N
         if start <= address and address + size <= start + len(array):
             return array[address - start : address - start + size]
     return None
+
+
+def load(view: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy of what is in memory; of bfloat16 as float32."""
+    if view.dtype != BFLOAT16:
+        return view.copy()
+    bits: NDArray[Any] = view["bfloat16"].astype(np.uint32) << 16
+    return bits.view(np.float32)
+
+
+def store(view: NDArray[Any], value: NDArray[Any]) -> None:
+    """Put values into memory; those for bfloat16 have to be rounded to it."""
+    if view.dtype != BFLOAT16:
+        view[...] = value
+        return
+    bits = np.ascontiguousarray(value).view(np.uint32)
+    assert not (bits & 0xFFFF).any(), "a value that bfloat16 does not have"
+    view["bfloat16"] = bits >> 16

@@ -6,12 +6,14 @@ nothing may be bound anywhere but in allocated device memory. Obeying it proves 
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from onnx import TensorProto
 
-from simulated_cuda import SimulatedDriver
+from simulated_cuda import BFLOAT16, SimulatedDriver, load, store
 
 _SESSION = ort.InferenceSession
 Bound = tuple[np.dtype[Any], tuple[int, ...], int]
@@ -23,6 +25,7 @@ class SimulatedCudaSession:
     driver: SimulatedDriver  # set by the test
     num_sessions = 0
     captured: dict[str, "SimulatedBinding"]
+    bfloat16: frozenset[str] = frozenset()  # tensors of that type, whose values the CPU's graph has in fp32
 
     def __init__(self, path: str, options: ort.SessionOptions, providers: Sequence[Any]) -> None:
         ((name, given),) = providers
@@ -46,10 +49,14 @@ class SimulatedCudaSession:
         return ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
     def get_inputs(self) -> Any:
-        return self.session.get_inputs()
+        return [self._described(tensor) for tensor in self.session.get_inputs()]
 
     def get_outputs(self) -> Any:
-        return self.session.get_outputs()
+        return [self._described(tensor) for tensor in self.session.get_outputs()]
+
+    def _described(self, tensor: Any) -> Any:
+        kind = "tensor(bfloat16)" if tensor.name in self.bfloat16 else tensor.type
+        return SimpleNamespace(name=tensor.name, type=kind, shape=tensor.shape)
 
     def io_binding(self) -> "SimulatedBinding":
         return SimulatedBinding(self)
@@ -76,11 +83,11 @@ class SimulatedBinding:
 
     def bind_input(self, name: str, kind: str, index: int, dtype: Any, shape: list[int], address: int) -> None:
         assert (kind, index) == ("cuda", self._owner.device)
-        self._inputs[name] = (np.dtype(dtype), tuple(shape), address)
+        self._inputs[name] = (_dtype(dtype), tuple(shape), address)
 
     def bind_output(self, name: str, kind: str, index: int, dtype: Any, shape: list[int], address: int) -> None:
         assert (kind, index) == ("cuda", self._owner.device)
-        self._outputs[name] = (np.dtype(dtype), tuple(shape), address)
+        self._outputs[name] = (_dtype(dtype), tuple(shape), address)
 
     def bind_ortvalue_input(self, name: str, value: ort.OrtValue) -> None:
         self.on_host[name] = value
@@ -93,10 +100,10 @@ class SimulatedBinding:
         self._driver.uploads.clear()
 
     def execute(self, session: ort.InferenceSession) -> None:
-        feed = {name: self._view(bound).copy() for name, bound in self._inputs.items()}
+        feed = {name: load(self._view(bound)) for name, bound in self._inputs.items()}
         feed |= {name: value.numpy().copy() for name, value in self.on_host.items()}
         for name, value in zip(self._outputs_in_order(session), session.run(None, feed), strict=True):
-            self._view(self._outputs[name])[...] = value
+            store(self._view(self._outputs[name]), value)
 
     def _outputs_in_order(self, session: ort.InferenceSession) -> list[str]:
         return [tensor.name for tensor in session.get_outputs()]
@@ -106,3 +113,8 @@ class SimulatedBinding:
         found = self._driver.device_bytes(address, math.prod(shape) * dtype.itemsize)
         assert found is not None, "bound to memory that is not allocated"
         return found.view(dtype).reshape(shape)
+
+
+def _dtype(given: Any) -> np.dtype[Any]:
+    """Return the type of a bound tensor, given as NumPy's or as ONNX's number."""
+    return BFLOAT16 if isinstance(given, int) and given == TensorProto.BFLOAT16 else np.dtype(given)

@@ -1,8 +1,9 @@
 """TensorRT's run time over a simulated driver: its binding rules enforced, its results computed by ONNX Runtime.
 
 A simulated plan is a JSON file that names the graph it stands for, the widths of its optimization profiles and which
-outputs share an input's memory. A broken rule is logged and refused as TensorRT does it; where TensorRT would go on and
-compute nonsense, it is refused as well. Obeying it proves nothing about TensorRT's own kernels.
+outputs share an input's memory. (In the place of a graph of bfloat16, which the CPU lacks, is one that rounds to it in
+fp32.) A broken rule is logged and refused as TensorRT does it; where TensorRT would go on and compute nonsense, it is
+refused as well. Obeying it proves nothing about TensorRT's own kernels.
 """
 
 import itertools
@@ -17,19 +18,26 @@ import numpy as np
 import onnxruntime as ort
 
 from copies import copy_artifact, edit_manifest, refresh
-from simulated_cuda import SimulatedDriver
+from simulated_cuda import BFLOAT16, SimulatedDriver, load, store
 from specrt_profiles.codec import encode
 from specrt_profiles.manifest import EngineSpec, read_manifest
 from specrt_profiles.plan import PlanSpec, call_shapes, kv_aliases
 
 VERSION = "1.7.1.116"
 SCRATCH = 4096  # bytes for the first optimization profile; each further one needs 256 more
-_TYPES = {"tensor(float)": "FLOAT", "tensor(float16)": "HALF", "tensor(int64)": "INT64", "tensor(int32)": "INT32"}
+_TYPES = {
+    "tensor(float)": "FLOAT",
+    "tensor(float16)": "HALF",
+    "tensor(int64)": "INT64",
+    "tensor(int32)": "INT32",
+    "tensor(bool)": "BOOL",
+}
 _ARRAYS = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
 }
 
 
@@ -57,7 +65,7 @@ def plan_of(spec: EngineSpec, *, with_decode: bool = True, **facts: Any) -> Plan
     """Return what the manifest says of a plan that fits."""
     known: dict[str, Any] = {"builder": "tensorrt-rtx", "version": VERSION, "compute_capabilities": ("8.9",)} | facts
     shapes = call_shapes(spec.prefill_width, spec.verify_widths, with_decode=with_decode)
-    return PlanSpec(shapes=shapes, aliases=kv_aliases(spec.inputs), output="logits", source="0" * 64, **known)
+    return PlanSpec(shapes=shapes, aliases=kv_aliases(spec.inputs), output=spec.output, source="0" * 64, **known)
 
 
 def simulated_plan(graph: Path, spec: EngineSpec, plan: PlanSpec) -> dict[str, Any]:
@@ -67,6 +75,7 @@ def simulated_plan(graph: Path, spec: EngineSpec, plan: PlanSpec) -> dict[str, A
         "shapes": {tensor.name: tensor.shape for tensor in (*spec.inputs, *spec.outputs)},
         "profiles": [(shape.width, shape.rows) for shape in plan.shapes],
         "aliases": {alias.output: alias.input for alias in plan.aliases},
+        "bfloat16": [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.dtype == "bfloat16"],
     }
 
 
@@ -135,7 +144,7 @@ class SimulatedEngine(_Counted):
         options.intra_op_num_threads = 1
         self.session = ort.InferenceSession(plan["graph"], options, providers=["CPUExecutionProvider"])
         self.logger, self.profiles, self.aliases = logger, plan["profiles"], plan["aliases"]
-        self._shapes = plan["shapes"]
+        self._shapes, self._bfloat16 = plan["shapes"], plan["bfloat16"]
         self.locations, self.renamed = plan.get("locations", {}), plan.get("renamed", {})
         self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
         self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
@@ -154,10 +163,10 @@ class SimulatedEngine(_Counted):
         return int(self.locations.get(name, 0))
 
     def get_tensor_dtype(self, name: str) -> Any:
-        return SimpleNamespace(name=_TYPES[self.tensors[name].type])
+        return SimpleNamespace(name="BF16" if name in self._bfloat16 else _TYPES[self.tensors[name].type])
 
     def dtype_of(self, name: str) -> Any:
-        return np.dtype(_ARRAYS[self.tensors[name].type])
+        return BFLOAT16 if name in self._bfloat16 else np.dtype(_ARRAYS[self.tensors[name].type])
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return self.shape_of(name, {"width": -1, "rows": -1})
@@ -283,9 +292,9 @@ class SimulatedContext(_Counted):
     def _execute(self) -> None:
         engine, (address, size) = self.engine, self._scratch
         self._view(address, size).fill(0xFF)
-        feed = {name: self._tensor(name).copy() for name in engine.inputs}
+        feed = {name: load(self._tensor(name)) for name in engine.inputs}
         for name, value in zip(engine.outputs, engine.session.run(None, feed), strict=True):
-            self._tensor(name)[...] = value
+            store(self._tensor(name), value)
         engine.num_executed[int(self._profile or 0)] += 1
 
     def _tensor(self, name: str) -> Any:

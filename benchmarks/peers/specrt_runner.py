@@ -58,7 +58,7 @@ class Runner(Peer):
         engine = self._model.target
         engine.rollback(0)
         width = engine.verify_widths[-1]
-        rows = [engine.verify(ids[i : i + width]).copy() for i in range(0, len(ids), width)]
+        rows = [np.array(engine.verify(ids[i : i + width])) for i in range(0, len(ids), width)]
         return np.concatenate(rows)
 
     def size(self) -> int:

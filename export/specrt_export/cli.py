@@ -47,6 +47,11 @@ Examples:
     "--dialect", type=click.Choice(["ort", "tensorrt"]), help="Operators of the graphs.  [default: the profile's]"
 )
 @click.option("--trees", is_flag=True, default=None, help="Let the target verify trees of proposals.")
+@click.option(
+    "--output",
+    type=click.Choice(["logits", "argmax"]),
+    help="argmax: graphs that also say each row's best token, for GPUs.  [default: the profile's]",
+)
 @click.option("--capacity", type=int, help="Longest sequence in tokens.  [default: the profile's]")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option(
@@ -60,7 +65,7 @@ Examples:
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def export_command(
     model: str | None, out: Path, draft: str | None, profile: str | None, precision: str | None,
-    draft_precision: str | None, kv_precision: str | None, dialect: str | None, trees: bool | None,
+    draft_precision: str | None, kv_precision: str | None, dialect: str | None, trees: bool | None, output: str | None,
     capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool,
 ) -> None:  # fmt: skip
     """Turn MODEL into an artifact.
@@ -75,7 +80,7 @@ def export_command(
     if add_to is not None:
         fixed: dict[str, object] = {
             "--profile": profile, "--precision": precision, "--kv-precision": kv_precision, "--dialect": dialect,
-            "--trees": trees, "--capacity": capacity, "--revision": revision,
+            "--trees": trees, "--output": output, "--capacity": capacity, "--revision": revision,
         }  # fmt: skip
         if given := [name for name, value in fixed.items() if value is not None]:
             raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
@@ -85,7 +90,7 @@ def export_command(
         raise click.UsageError("--draft-precision needs a draft model: --draft MODEL")
     chosen = load_profile(
         profile or "cpu", precision=precision, draft_precision=draft_precision, kv_precision=kv_precision,
-        dialect=dialect, trees=trees, capacity=capacity,
+        dialect=dialect, trees=trees, output=output, capacity=capacity,
     )  # fmt: skip
     request = ExportRequest(
         model=model, draft=draft or "ngram", profile=chosen, out=out, cache_dir=cache_dir,

@@ -13,7 +13,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -70,9 +70,10 @@ class Dialect(Protocol):
 def trace(config: Any, dims: DecoderDims, profile: Profile, dialect: Dialect) -> ir.Model:
     """Return the graph of the model that `config` describes.
 
-    It has the inputs and outputs of `specrt_profiles.tensors`; its initializers that are weights or buffers of the
-    model hold placeholders under the names of `weights_of`. Raises `UnsupportedModelError` for a model whose
-    attention the dialect cannot do, `ExportError` with torch's reason when the model cannot be traced.
+    It has the inputs and outputs of `specrt_profiles.tensors`, but for best tokens, which come later (`best`); its
+    initializers that are weights or buffers of the model hold placeholders under the names of `weights_of`. Raises
+    `UnsupportedModelError` for a model whose attention the dialect cannot do, `ExportError` with torch's reason when
+    the model cannot be traced.
     """
     try:
         return _trace(config, dims, profile, dialect, fuse_rotation=True)
@@ -151,7 +152,7 @@ class _Wrapper(nn.Module):
 
 
 def _export(wrapper: nn.Module, dims: DecoderDims, profile: Profile) -> torch.onnx.ONNXProgram:
-    inputs, outputs = graph_inputs(dims, profile), graph_outputs(dims, profile)
+    inputs, outputs = graph_inputs(dims, profile), graph_outputs(dims, replace(profile, output="logits"))
     sizes = {"width": 8, "rows": 4}
     symbols = {name: torch.export.Dim(name, min=0 if name == "rows" else 1, max=1 << 20) for name in sizes}
     args, dynamic = {}, {}

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specrt_export import graph, parity
+from specrt_export.best import add_best_tokens
 from specrt_export.calibrate import inputs_of, observe, self_written
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import weights_of
@@ -224,6 +225,8 @@ def _write_graph(
     profile, traced = request.profile, request.traced
     with progress.step(f"{request.name}: fuse the graph"):
         rounding = graph.finish(traced, weights_of(model), profile.precision, chosen, dialect=profile.dialect)
+        if profile.output == "argmax":
+            add_best_tokens(traced.graph)
         if profile.dialect == "tensorrt":
             lint_tensorrt(traced)
         inputs, outputs = graph_inputs(request.dims, profile), graph_outputs(request.dims, profile)

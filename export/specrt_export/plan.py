@@ -95,7 +95,7 @@ def _build_engine(
     facts = PlanSpec(
         builder=request.options.builder, version=builder.version,
         compute_capabilities=request.options.compute_capabilities, shapes=shapes, aliases=kv_aliases(spec.inputs),
-        output="logits", source=sha256_of(request.artifact / MANIFEST_FILE),
+        output=spec.output, source=sha256_of(request.artifact / MANIFEST_FILE),
     )  # fmt: skip
     return replace(spec, file=path.name, weights=path.name, plan=facts)
 

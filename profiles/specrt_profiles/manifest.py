@@ -10,8 +10,8 @@ from typing import Any, Literal
 from specrt_profiles.codec import OPTIONAL, decode, encode
 from specrt_profiles.errors import ManifestError
 from specrt_profiles.plan import PlanSpec, plan_problem
-from specrt_profiles.profile import DialectName, Precision, Profile
-from specrt_profiles.tensors import TensorSpec
+from specrt_profiles.profile import DialectName, OutputName, Precision, Profile
+from specrt_profiles.tensors import BEST_IDS, TensorSpec
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
@@ -88,6 +88,11 @@ class EngineSpec:
     parity: Parity
     exact_widths: tuple[int, ...]
     plan: PlanSpec | None = field(default=None, metadata=OPTIONAL)
+
+    @property
+    def output(self) -> OutputName:
+        """What a call gives; see `Profile.output`."""
+        return "argmax" if any(tensor.name == BEST_IDS for tensor in self.outputs) else "logits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +291,8 @@ def _plan_problem(engine: EngineSpec) -> str | None:
         return None
     if engine.dialect != "tensorrt":
         return f"plan: expected the dialect tensorrt, found {engine.dialect}"
+    if engine.plan.output != engine.output:
+        return f"plan.output: expected {engine.output}, as the engine's outputs say, found {engine.plan.output}"
     problem = plan_problem(
         engine.plan, prefill_width=engine.prefill_width, verify_widths=engine.verify_widths, inputs=engine.inputs
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from specrt_profiles.profile import OutputName
 from specrt_profiles.tensors import TensorSpec
 
 BuilderName = Literal["tensorrt", "tensorrt-rtx"]
@@ -33,8 +34,8 @@ class PlanSpec:
     `version` is the builder's: only that version opens the plan. `compute_capabilities` are those it was built for
     ("8.9"), in rising order; empty stands for the builder's default (TensorRT: the device it was built on;
     TensorRT-RTX: Ampere and later). `shapes` are the optimization profiles in the order of their indices. `output` is
-    what a call gives: `logits` [B, R, V]. `source` is the SHA-256 of the manifest of the artifact that the graph is
-    from.
+    what a call gives: `logits` [B, R, V], or with `argmax` each row's best token as well. `source` is the SHA-256 of
+    the manifest of the artifact that the graph is from.
     """
 
     builder: BuilderName
@@ -42,7 +43,7 @@ class PlanSpec:
     compute_capabilities: tuple[str, ...]
     shapes: tuple[PlanShape, ...]
     aliases: tuple[Alias, ...]
-    output: Literal["logits"]
+    output: OutputName
     source: str
 
 

@@ -2,17 +2,18 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Literal, get_args
 
-from specrt_profiles.codec import decode, nearest
+from specrt_profiles.codec import OPTIONAL, decode, nearest
 from specrt_profiles.errors import ProfileError
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 KvPrecision = Literal["same", "fp32", "int8"]
 DialectName = Literal["ort", "tensorrt"]
+OutputName = Literal["logits", "argmax"]
 FloatName = Literal["float32", "float16", "bfloat16"]
 KvName = Literal["float32", "float16", "bfloat16", "int8"]
 
@@ -31,7 +32,8 @@ class Profile:
     width 1 and odd widths may take other kernels. `num_draft_tokens` is the k of a draft model if a request names none.
     `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`. `kv_precision` is `int8` or
     `same`, the type that the graph computes in (for which `fp32` is another name where that is the type). `trees`: the
-    target can verify trees of proposals, for which every call pays a little.
+    target can verify trees of proposals, for which every call pays a little. `output`: `argmax` for graphs that also
+    say each row's best token, so that an engine on a GPU leaves logits there until they are used.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Profile:
     dialect: DialectName = "ort"
     num_draft_tokens: int = 5
     trees: bool = False
+    output: OutputName = field(default="logits", metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         problem = self._problem()

@@ -14,6 +14,8 @@ slots, H heads of D values, V rows of the output matrix, T the type that the gra
 | logits_indices | int64 | [R] | which of the W rows get logits; R may be 0 |
 | past_key.{i}, past_value.{i} | T or int8 | [B, H_kv, S, D] | KV buffers of layer i, `start` slots valid |
 | logits | float32 | [B, R, V] | |
+| best_ids (`Profile.output` argmax) | int64 | [B, R] | each row's best token, the lowest id on ties; V if all are NaN |
+| best_logits (`Profile.output` argmax) | float32 | [B, R] | its logit |
 | present_key.{i}, present_value.{i} | T or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
 
 A call writes KV slots start .. start + W - 1, and no slot beyond a row's own position has any part in it, so a rollback
@@ -28,6 +30,8 @@ from dataclasses import dataclass
 
 from specrt_profiles.profile import KvName, Profile
 
+BEST_IDS = "best_ids"
+BEST_LOGITS = "best_logits"
 WIDTH = "width"
 ROWS = "rows"
 ELEMENT_BYTES: Mapping[str, int] = {
@@ -97,8 +101,13 @@ def graph_inputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
 
 def graph_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
     """Return the outputs of a graph, in graph order; they are the same in both dialects."""
-    shape = (profile.batch_size, ROWS, dims.vocab_size)
-    return (TensorSpec(name="logits", dtype="float32", shape=shape), *_kv(dims, profile, present_names))
+    rows = (profile.batch_size, ROWS)
+    logits = TensorSpec(name="logits", dtype="float32", shape=(*rows, dims.vocab_size))
+    best = (
+        TensorSpec(name=BEST_IDS, dtype="int64", shape=rows),
+        TensorSpec(name=BEST_LOGITS, dtype="float32", shape=rows),
+    )
+    return (logits, *(best if profile.output == "argmax" else ()), *_kv(dims, profile, present_names))
 
 
 def _kv(dims: DecoderDims, profile: Profile, names: Callable[[int], tuple[str, str]]) -> tuple[TensorSpec, ...]:

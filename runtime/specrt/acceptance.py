@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt import tree
+from specrt.rows import Row, Rows
 
 Array = NDArray[Any]  # float64 in use; exact fractions in the tests that enumerate
 
@@ -125,11 +126,11 @@ class Picker(Protocol):
 
     chooser: Chooser
 
-    def pick(self, logits: Array, *, position: int) -> int:
+    def pick(self, logits: Row, *, position: int) -> int:
         """Return the target's token from a row of logits [V], under the request's parameters."""
         ...
 
-    def law(self, logits: Array) -> Law:
+    def law(self, logits: Row) -> Law:
         """Return the target's law from a row of logits [V], under the request's parameters."""
         ...
 
@@ -138,7 +139,7 @@ class Picker(Protocol):
         ...
 
 
-def accept(proposal: Proposal, logits: Array, picker: Picker, *, start: int) -> Verdict:
+def accept(proposal: Proposal, logits: Rows, picker: Picker, *, start: int) -> Verdict:
     """Judge a proposal by the target's logits [k + 1, V]; `start` is n, the number of committed tokens."""
     path: list[int] = []
     node = -1

@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specrt.engine import Engine
 from specrt.errors import SpecRTError
 from specrt.language_model import LanguageModel
@@ -22,6 +19,7 @@ from specrt.machine import time_calls
 from specrt.prompts import BenchPrompt
 from specrt.replay import replay
 from specrt.requests import Options, Prompt, prompt_ids
+from specrt.rows import Rows
 from specrt.stats import Statistics
 
 PLAIN_ONE, PLAIN = "plain-1", "plain"
@@ -42,10 +40,10 @@ class OneRowEngine:
         """Tokens in the KV buffers."""
         return self._engine.kv_length
 
-    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> Rows:
         """Feed one token; return its logits [1, V]."""
         (token,) = token_ids
-        return self._engine.decode(token)[None]
+        return (self._engine.decode(token),)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.engine import Engine, measurable_widths, open_engine
+from specrt.errors import EngineError
 from specrt_profiles.exactness import Exactness, find_exact_widths
 from specrt_profiles.manifest import EngineSpec, check_hashes, read_manifest
 from specrt_profiles.reference import ReferenceText, read_reference
@@ -139,7 +140,12 @@ def replay(engine: Engine, ids: Sequence[int]) -> NDArray[np.float32]:
         piece = ids[start : start + width]
         engine.verify([*piece[1:], piece[0]])
         engine.rollback(start)
-        rows.append(engine.verify(piece).copy())
+        found = engine.verify(piece)
+        rows.append(np.array(found))
+        if [int(found[row].argmax()) for row in range(len(found))] != rows[-1].argmax(-1).tolist():
+            raise EngineError(
+                "the best tokens that the device finds are not those of its logits: export with --output logits"
+            )
         start, number = start + len(piece), number + 1
     return np.concatenate(rows)
 

@@ -7,8 +7,10 @@ and whatever else uses CUDA in the process keeps its own device.
 
 import contextlib
 import ctypes
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from specrt.errors import EngineError
 from specrt_profiles.extras import require
+from specrt_profiles.tensors import ELEMENT_BYTES
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every address; the driver's own allocations have it
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -111,6 +114,10 @@ class Gpu:
         """Copy device memory to a contiguous pinned array, in stream order."""
         self._call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, self.stream)
 
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy device memory to other device memory, in stream order; the two must not overlap."""
+        self._call("cuMemcpyDtoDAsync", target, source, num_bytes, self.stream)
+
     def synchronize(self) -> None:
         """Wait until all that was put on the stream is done; raises `EngineError` if any of it failed."""
         self._call("cuStreamSynchronize", self.stream)
@@ -138,3 +145,45 @@ class Gpu:
             )
             raise EngineError(f"cuda:{self.index}: {function}{what} gives {getattr(code, 'name', code)}: {advice}")
         return results[0] if results else None
+
+
+class PinnedBlock:
+    """Small tensors side by side in one block of pinned memory and one of device memory: one copy moves them all.
+
+    tensors: shape and element type by name. arrays: views of the pinned block, addresses: places in the device's.
+    """
+
+    def __init__(self, gpu: Gpu, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        places = dict(_places(tensors))
+        size = max(place.end for place in places.values()) + ALIGNMENT  # what is empty has an address within, too
+        self._gpu, self._pinned, self._address = gpu, gpu.allocate_pinned(size), gpu.allocate(size)
+        self.arrays = {
+            name: self._pinned[place.start : place.end].view(place.dtype).reshape(place.shape)
+            for name, place in places.items()
+        }
+        self.addresses = {name: self._address + place.start for name, place in places.items()}
+
+    def upload(self) -> None:
+        """Put a copy of the pinned block to the device on the stream."""
+        self._gpu.upload(self._address, self._pinned)
+
+    def download(self) -> None:
+        """Put a copy of the device's block to the pinned one on the stream."""
+        self._gpu.download(self._pinned, self._address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _places(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> Iterator[tuple[str, _Place]]:
+    """Yield where in a block each tensor lies, aligned as TensorRT wants addresses."""
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + math.prod(shape) * ELEMENT_BYTES[dtype]
+        yield name, _Place(start, end, shape, dtype)

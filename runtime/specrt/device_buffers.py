@@ -1,15 +1,12 @@
 """What the calls of a decoder read and write on a GPU: KV buffers, logits, and one block of small inputs per shape."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
-from specrt.cuda import ALIGNMENT, Gpu
+from specrt.cuda import Gpu, PinnedBlock
+from specrt.device_rows import DeviceLogits
 from specrt.engine_bound import CallInputs, input_types, kv_tensors
+from specrt.rows import Rows
 from specrt_profiles.manifest import EngineSpec
 from specrt_profiles.tensors import ELEMENT_BYTES
 
@@ -21,69 +18,50 @@ class DeviceBuffers:
     """
 
     def __init__(self, gpu: Gpu, spec: EngineSpec, *, max_rows: int) -> None:
-        self._gpu, self._vocab_size = gpu, spec.vocab_size
+        self._gpu, self._spec = gpu, spec
         self.kv: dict[str, int] = {}
         for past, present, shape, dtype in kv_tensors(spec):
             self.kv[past] = self.kv[present] = gpu.allocate(math.prod(shape) * ELEMENT_BYTES[dtype])
-        self._logits = self._allocate_logits(max_rows)
+        self._logits = DeviceLogits(gpu, spec, max_rows)
 
     def call(self, width: int, num_rows: int) -> "DeviceCall":
         """Allocate the inputs of a call shape; logits are shared by all shapes of up to `max_rows` rows."""
-        shared, address = self._logits
-        if num_rows > len(shared):
-            shared, address = self._allocate_logits(num_rows)
-        places = dict(_places(width, num_rows))
-        size = max(place.end for place in places.values()) + ALIGNMENT  # what is empty has an address within, too
-        pinned, block = self._gpu.allocate_pinned(size), self._gpu.allocate(size)
-        arrays = {
-            name: pinned[place.start : place.end].view(place.dtype).reshape(place.shape)
-            for name, place in places.items()
-        }
-        addresses = {name: block + place.start for name, place in places.items()}
-        return DeviceCall(
-            self._gpu, CallInputs(arrays), shared[:num_rows], {**self.kv, **addresses, "logits": address}, pinned, block
-        )
+        logits = self._logits
+        if num_rows > logits.num_rows:
+            logits = DeviceLogits(self._gpu, self._spec, num_rows)
+        block = PinnedBlock(self._gpu, input_types(width, num_rows))
+        return DeviceCall(block, logits, num_rows, {**self.kv, **block.addresses, **logits.addresses})
 
-    def _allocate_logits(self, num_rows: int) -> tuple[NDArray[np.float32], int]:
-        """Return pinned rows [num_rows, V] and the address of as many on the device."""
-        size = 4 * num_rows * self._vocab_size
-        rows = self._gpu.allocate_pinned(size)[:size].view(np.float32).reshape(num_rows, self._vocab_size)
-        return rows, self._gpu.allocate(size)
+    def move(self, slots: Sequence[int], places: Sequence[int]) -> None:
+        """Put on the stream copies of the KV of rising slots to rising places, none of them behind its slot.
+
+        Every head of a layer has its slots apart: a copy each, of a single slot, because longer ones could overlap.
+        """
+        for past, _, (batch, heads, length, size), dtype in kv_tensors(self._spec):
+            num_bytes = size * ELEMENT_BYTES[dtype]
+            for slot, place in zip(slots, places, strict=True):
+                for head in range(batch * heads):
+                    first = self.kv[past] + head * length * num_bytes
+                    self._gpu.copy(first + place * num_bytes, first + slot * num_bytes, num_bytes)
 
 
 class DeviceCall:
-    """One call shape: its inputs and logits on the host, and the address of each of its tensors on the device."""
+    """One call shape: its inputs on the host, its rows of logits, and the address of each of its tensors."""
 
     def __init__(
-        self, gpu: Gpu, inputs: CallInputs, logits: NDArray[np.float32], addresses: Mapping[str, int],
-        pinned: NDArray[Any], block: int,
+        self, block: PinnedBlock, logits: DeviceLogits, num_rows: int, addresses: Mapping[str, int]
     ) -> None:  # fmt: skip
-        self.inputs, self.logits, self.addresses = inputs, logits, addresses
-        self._gpu, self._pinned, self._block = gpu, pinned, block
+        self.inputs, self.num_rows, self.addresses = CallInputs(block.arrays), num_rows, addresses
+        self._block, self._logits = block, logits
 
     def upload(self) -> None:
         """Put one copy of all small inputs on the stream."""
-        self._gpu.upload(self._block, self._pinned)
+        self._block.upload()
 
     def download(self, num_rows: int) -> None:
-        """Put a copy of the first rows of logits on the stream, if this shape has any."""
-        rows = self.logits[:num_rows]
-        if rows.size:
-            self._gpu.download(rows, self.addresses["logits"])
+        """Put a copy of what a step needs of the first rows on the stream, if this shape has any."""
+        self._logits.download(min(num_rows, self.num_rows))
 
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    start: int
-    end: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _places(width: int, num_rows: int) -> Iterator[tuple[str, _Place]]:
-    """Yield where in a block each small input lies, aligned as TensorRT wants addresses."""
-    end = 0
-    for name, (shape, dtype) in input_types(width, num_rows).items():
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        end = start + math.prod(shape) * ELEMENT_BYTES[dtype]
-        yield name, _Place(start, end, shape, dtype)
+    def rows(self, num_rows: int) -> Rows:
+        """Return the first rows of logits once the call is done; none if this shape has none."""
+        return self._logits.rows(min(num_rows, self.num_rows))

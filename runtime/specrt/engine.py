@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from specrt.errors import EngineError
 from specrt.kv import KvBlock, KvContents
+from specrt.rows import Row, Rows
 from specrt_profiles.manifest import EngineSpec
 
 
 class Engine(Protocol):
     """A model with KV buffers for one sequence.
 
-    `kv_length` tokens are in the buffers; every call feeds tokens behind them. Logits are views of the engine's
-    own output buffer, valid until its next call. `platform` names engine, version and device, for keys of measured
-    facts.
+    `kv_length` tokens are in the buffers; every call feeds tokens behind them. Logits belong to the engine,
+    valid until its next call; those of `verify` and `decode` may still be on a device. `platform` names engine, version
+    and device, for keys of measured facts.
     """
 
     platform: str
@@ -32,7 +33,7 @@ class Engine(Protocol):
         """Feed any number of tokens, in chunks, without computing logits."""
         ...
 
-    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> Rows:
         """Feed n tokens in one call of the smallest verify width >= n; return their logits [n, V].
 
         parents: None for a chain; else, for an engine that `takes_trees`, the row that each token follows, -1 for
@@ -40,7 +41,7 @@ class Engine(Protocol):
         """
         ...
 
-    def decode(self, token_id: int) -> NDArray[np.float32]:
+    def decode(self, token_id: int) -> Row:
         """Feed one token in a call of width 1, which may round differently from verify; return its logits [V].
 
         A plan without a call of width 1 takes its narrowest.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from specrt.errors import EngineError
 from specrt.kv import KvBlock, KvContents
+from specrt.rows import Row, Rows
 from specrt.tree import ancestry, depths
 from specrt_profiles.manifest import EngineSpec
 
@@ -69,21 +70,18 @@ class CallInputs:
 class BoundCall:
     """A call shape that is ready to run.
 
-    `run(n)` reads the inputs and leaves at least the first n rows of `logits` [num_rows, V] behind.
+    `run(n)` reads the inputs and returns the first n rows of logits [n, V], or as many as the shape has.
     """
 
     inputs: CallInputs
-    logits: NDArray[np.float32]
-    run: Callable[[int], None]
+    run: Callable[[int], Rows]
 
 
 class BoundEngine(abc.ABC):
     """An engine whose calls are bound once; see `KvEngine` for the contract.
 
-    decode_width: 1, or the narrowest there is. `copies_kv`: `_move`, `save` and `restore` are there.
+    decode_width: 1, or the narrowest there is.
     """
-
-    copies_kv = False
 
     def __init__(self, spec: EngineSpec, *, platform: str, decode_width: int = 1) -> None:
         self.platform = platform
@@ -92,7 +90,7 @@ class BoundEngine(abc.ABC):
         self.verify_widths = spec.verify_widths
         self.kv_length = 0
         self.contents = KvContents(spec.capacity, spec.prefill_width)
-        self.takes_trees = self.copies_kv and any(tensor.name == "tree_mask" for tensor in spec.inputs)
+        self.takes_trees = any(tensor.name == "tree_mask" for tensor in spec.inputs)
         self._call_start = 0
         self._tree_ids: tuple[int, ...] = ()  # of the last call, if it was a tree
         self._prefill_width, self._decode_width = spec.prefill_width, decode_width
@@ -104,22 +102,22 @@ class BoundEngine(abc.ABC):
         for start in range(0, len(token_ids), self._prefill_width):
             self._run(token_ids[start : start + self._prefill_width], self._prefill_width, num_rows=0)
 
-    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> NDArray[np.float32]:
-        """Feed n tokens in the smallest verify width that holds them; return a view of their logits [n, V]."""
+    def verify(self, token_ids: Sequence[int], parents: Sequence[int] | None = None) -> Rows:
+        """Feed n tokens in the smallest verify width that holds them; return their logits [n, V]."""
         if parents is not None and not self.takes_trees:
             raise EngineError("expected a chain, found a tree: export with --trees for an engine that takes them")
         width = self._width(len(token_ids))
         return self._run(token_ids, width, num_rows=width, parents=parents)
 
-    def decode(self, token_id: int) -> NDArray[np.float32]:
-        """Feed one token in a call of the decode width; return a view of its logits [V]."""
-        logits: NDArray[np.float32] = self._run((token_id,), self._decode_width, num_rows=self._decode_width)[0]
-        return logits
+    def decode(self, token_id: int) -> Row:
+        """Feed one token in a call of the decode width; return its logits [V]."""
+        row: Row = self._run((token_id,), self._decode_width, num_rows=self._decode_width)[0]
+        return row
 
     def forward(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
         """Feed tokens at positions start, ... in a call of `width`; return their logits [n, V] (to measure)."""
         self.rollback(start)
-        return self._run(token_ids, width, num_rows=width)
+        return np.asarray(self._run(token_ids, width, num_rows=width))
 
     def rollback(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -158,20 +156,20 @@ class BoundEngine(abc.ABC):
 
     def _run(
         self, token_ids: Sequence[int], width: int, *, num_rows: int, parents: Sequence[int] | None = None
-    ) -> NDArray[np.float32]:
-        """Feed tokens behind `kv_length`; return a view of their logits, of as many as there are rows."""
+    ) -> Rows:
+        """Feed tokens behind `kv_length`; return their logits, of as many as there are rows."""
         start, end = self.kv_length, self._end(len(token_ids))
         call = self._calls.get((width, num_rows))
         if call is None:
             call = self._calls[width, num_rows] = self._bind(width, num_rows)
         call.inputs.set(token_ids, start, self.capacity - 1, parents)
         self.contents.begin(start)
-        call.run(len(token_ids))
+        rows = call.run(len(token_ids))
         self._tree_ids = () if parents is None else tuple(token_ids)
         if parents is None:  # what a tree leaves behind is known when its path is
             self.contents.wrote(start, token_ids, width)
         self._call_start, self.kv_length = start, end
-        return call.logits[: len(token_ids)]
+        return rows
 
     def _width(self, num_tokens: int) -> int:
         width = next((w for w in self.verify_widths if w >= num_tokens), None)
@@ -192,9 +190,9 @@ class BoundEngine(abc.ABC):
     def _bind(self, width: int, num_rows: int) -> BoundCall:
         """Prepare a call shape; raises `EngineError` for one that there is not."""
 
+    @abc.abstractmethod
     def _move(self, slots: Sequence[int], places: Sequence[int]) -> None:
-        """Copy the KV of some slots to others; only what takes trees needs it."""
-        raise EngineError(f"expected the first rows of a call, found a gap before slot {slots[0]}: no trees here")
+        """Copy the KV of rising slots to rising places, none of them behind its slot."""
 
     @abc.abstractmethod
     def _release(self) -> None:

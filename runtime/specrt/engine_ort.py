@@ -14,6 +14,7 @@ import numpy as np
 from specrt.engine_bound import Array, BoundCall, BoundEngine, CallInputs, input_types, kv_tensors
 from specrt.errors import EngineError
 from specrt.kv import KvBlock
+from specrt.rows import Rows
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 
@@ -25,8 +26,6 @@ _TYPES = {
 
 class OrtEngine(BoundEngine):
     """A decoder on ONNX Runtime's CPU execution provider; see `KvEngine` for the contract."""
-
-    copies_kv = True
 
     def __init__(self, folder: Path, spec: EngineSpec, *, threads: int | None) -> None:
         require("cpu", "onnxruntime")
@@ -71,7 +70,12 @@ class OrtEngine(BoundEngine):
             binding.bind_ortvalue_input(past, value)
             binding.bind_ortvalue_output(present, value)
         session = self._session
-        return BoundCall(CallInputs(arrays), logits, lambda _: session.run_with_iobinding(binding))
+
+        def run(count: int) -> Rows:
+            session.run_with_iobinding(binding)
+            return logits[:count]
+
+        return BoundCall(CallInputs(arrays), run)
 
     def _move(self, slots: Sequence[int], places: Sequence[int]) -> None:
         for buffer in self._slots():

@@ -6,7 +6,7 @@ captured as a CUDA graph at its first use and replayed afterwards; all addresses
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from specrt.device_buffers import DeviceBuffers, DeviceCall
 from specrt.engine_bound import BoundCall, BoundEngine, kv_tensors
 from specrt.engine_ort import check_contract, engine_version, refuse_both_builds, session_options
 from specrt.errors import EngineError
+from specrt.rows import Rows
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 
@@ -29,9 +30,15 @@ _INSTALL = "run  pip uninstall onnxruntime onnxruntime-gpu  and  pip install 'sp
 def open_on_cuda(folder: Path, spec: EngineSpec, *, index: int) -> "OrtCudaEngine":
     """Open an engine's graph on GPU number `index`.
 
-    Raises `EngineError` without a driver or such a GPU, or if any part of the graph would run on the CPU;
-    `MissingExtraError` without ONNX Runtime.
+    Raises `EngineError` for a precision without CUDA kernels, without a driver or such a GPU, or if any part of the
+    graph would run on the CPU; `MissingExtraError` without ONNX Runtime.
     """
+    if spec.dialect == "ort" and spec.precision != "fp16":
+        raise EngineError(
+            f"{folder / spec.file}: expected fp16 on cuda:{index}, found {spec.precision}, which computes in fp32: "
+            "ONNX Runtime's CUDA provider has no GroupQueryAttention for that: export with --precision fp16 or "
+            "--dialect tensorrt, or load it with device cpu"
+        )
     gpu = open_gpu(index, extra="gpu")
     try:
         return OrtCudaEngine(folder, spec, gpu=gpu)
@@ -51,6 +58,7 @@ class OrtCudaEngine(BoundEngine):
         super().__init__(spec, platform=f"{engine_version()} CUDA, {gpu.platform}")
         self._gpu, self._path = gpu, folder / spec.file
         self._tensors = {tensor.name: tensor for tensor in (*spec.inputs, *spec.outputs)}
+        self._rows = [tensor for tensor in spec.outputs if not tensor.name.startswith("present_")]
         self._captures = not self._tensors.keys() & _ON_HOST
         with gpu.current():
             self._session: Any = _open_session(self._path, gpu, captures=self._captures)
@@ -79,11 +87,12 @@ class OrtCudaEngine(BoundEngine):
             element = _BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
             binding.bind_input(past, *device, element, list(shape), call.addresses[past])
             binding.bind_output(present, *device, element, list(shape), call.addresses[present])
-        shape = (1, *call.logits.shape)
-        binding.bind_output("logits", *device, np.dtype(np.float32), list(shape), call.addresses["logits"])
-        return BoundCall(call.inputs, call.logits, self._runner(binding, call, graph_id=len(self._calls) + 1))
+        for tensor in self._rows:
+            dims = [dim if isinstance(dim, int) else num_rows for dim in tensor.shape]
+            binding.bind_output(tensor.name, *device, np.dtype(tensor.dtype), dims, call.addresses[tensor.name])
+        return BoundCall(call.inputs, self._runner(binding, call, graph_id=len(self._calls) + 1))
 
-    def _runner(self, binding: Any, call: DeviceCall, *, graph_id: int) -> Callable[[int], None]:
+    def _runner(self, binding: Any, call: DeviceCall, *, graph_id: int) -> Callable[[int], Rows]:
         import onnxruntime as ort
 
         gpu, session, path = self._gpu, self._session, self._path
@@ -92,7 +101,7 @@ class OrtCudaEngine(BoundEngine):
         if self._captures:
             options.add_run_config_entry("gpu_graph_id", str(graph_id))
 
-        def run(num_rows: int) -> None:
+        def run(num_rows: int) -> Rows:
             with gpu.current():
                 call.upload()
                 try:
@@ -101,8 +110,13 @@ class OrtCudaEngine(BoundEngine):
                     raise EngineError(f"{path}: a call failed on cuda:{gpu.index}: {_first_line(error)}") from None
                 call.download(num_rows)
                 gpu.synchronize()  # the next call writes into the block that was copied
+            return call.rows(num_rows)
 
         return run
+
+    def _move(self, slots: Sequence[int], places: Sequence[int]) -> None:
+        with self._gpu.current():
+            self._buffers.move(slots, places)
 
     def _release(self) -> None:
         with contextlib.suppress(EngineError), self._gpu.current():

@@ -8,7 +8,7 @@ of the logits that are wanted. The contexts share one block of scratch memory, b
 import contextlib
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from specrt.cuda import Gpu, open_gpu
 from specrt.device_buffers import DeviceBuffers, DeviceCall
 from specrt.engine_bound import BoundCall, BoundEngine
 from specrt.errors import EngineError
+from specrt.rows import Rows
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 from specrt_profiles.plan import PlanShape, PlanSpec
@@ -24,7 +25,8 @@ from specrt_profiles.tensors import ROWS, WIDTH, TensorSpec
 _log = logging.getLogger(__name__)
 _REBUILD = "build it again with 'specrt plan' from the artifact it was made of"
 _TYPES = {
-    "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32", "INT8": "int8"
+    "FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32", "INT8": "int8",
+    "BOOL": "bool",
 }  # fmt: skip
 _PRODUCTS = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 
@@ -120,12 +122,12 @@ class TrtEngine(BoundEngine):
         if not ready or missing:
             unset = f", {', '.join(missing)} not set" if missing else ""
             raise EngineError(f"{self._path}: a call of {width} tokens is refused{unset}: {self._reason()}")
-        return BoundCall(call.inputs, call.logits, self._runner(context, call))
+        return BoundCall(call.inputs, self._runner(context, call))
 
-    def _runner(self, context: Any, call: DeviceCall) -> Callable[[int], None]:
+    def _runner(self, context: Any, call: DeviceCall) -> Callable[[int], Rows]:
         gpu = self._gpu
 
-        def run(num_rows: int) -> None:
+        def run(num_rows: int) -> Rows:
             with gpu.current():
                 call.upload()
                 done = context.execute_async_v3(gpu.stream)
@@ -134,8 +136,13 @@ class TrtEngine(BoundEngine):
                 gpu.synchronize()  # the next call writes into the block that was copied
             if not done:
                 raise EngineError(f"{self._path}: a call failed: {self._reason()}")
+            return call.rows(num_rows)
 
         return run
+
+    def _move(self, slots: Sequence[int], places: Sequence[int]) -> None:
+        with self._gpu.current():
+            self._buffers.move(slots, places)
 
     def _release(self) -> None:
         with contextlib.suppress(EngineError), self._gpu.current():

@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specrt.acceptance import Proposal, Verdict, accept
 from specrt.control import Controller, RecordingController, Step
@@ -23,6 +22,7 @@ from specrt.drafters import Drafter
 from specrt.drafters.guard import GuardedDrafter
 from specrt.engine import Engine
 from specrt.prefix_cache import Reuse
+from specrt.rows import Row, Rows
 from specrt.sampling import Sampler, log_probabilities
 from specrt.stats import Statistics
 from specrt.stops import FinishReason, StopRules
@@ -128,7 +128,7 @@ class Loop:
             stats.first_token_s = stats.prefill_s + stats.decode_s
         return committed
 
-    def _judge_again(self, proposal: Proposal, verdict: Verdict) -> tuple[Proposal, NDArray[np.float32], Verdict]:
+    def _judge_again(self, proposal: Proposal, verdict: Verdict) -> tuple[Proposal, Rows, Verdict]:
         """Verify an accepted path as the chain it is, in the arithmetic of plain decoding, which has the last word."""
         n, started = len(self.tokens), self._clock()
         chain = Proposal(tuple(proposal.token_ids[node] for node in verdict.path))
@@ -141,7 +141,7 @@ class Loop:
         self._sampler.rewind(n)
         return chain, logits, accept(chain, logits, self._sampler, start=n)
 
-    def _commit(self, block: tuple[int, ...], logits: NDArray[np.float32], rows: tuple[int, ...]) -> list[Token]:
+    def _commit(self, block: tuple[int, ...], logits: Rows, rows: tuple[int, ...]) -> list[Token]:
         """Pass a block's tokens, picked from `rows`, through the stop rules; the one that ends the text is the last."""
         committed = []
         for row, token in zip(rows, block, strict=True):
@@ -153,7 +153,7 @@ class Loop:
                 break
         return committed
 
-    def _logprob(self, row: NDArray[np.float32], token: int) -> TokenLogprob | None:
+    def _logprob(self, row: Row, token: int) -> TokenLogprob | None:
         count = self._sampler.params.logprobs
         if count is None:
             return None

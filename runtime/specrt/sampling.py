@@ -16,6 +16,7 @@ from specrt.acceptance import Chooser, Law
 from specrt.errors import RequestError
 from specrt.noise import Noise, Purpose, gumbel_argmax, inverse_cdf
 from specrt.processors import History
+from specrt.rows import Row
 
 Coupling = Literal["gumbel", "rejection"]
 
@@ -125,12 +126,12 @@ class Sampler:
         while len(self.history.tokens) > length:
             self.history.pop()
 
-    def pick(self, logits: NDArray[np.float32], *, position: int) -> int:
+    def pick(self, logits: Row, *, position: int) -> int:
         """Return the token for a position from its row of logits [V]."""
         if self.params.temperature == 0:
-            scores = self._adjusted(logits) if self._adjusts else logits
-            best = int(np.argmax(scores))
-            _check_peak(float(scores[best]))
+            row: Row = self._adjusted(logits) if self._adjusts else logits
+            best = int(row.argmax())
+            _check_peak(float(row[best]))
             return best
         ids, scores = self._scores(logits)
         if self.params.coupling == "gumbel":
@@ -138,7 +139,7 @@ class Sampler:
         index = self.chooser.token(np.exp(scores), position=position)
         return index if ids is None else int(ids[index])
 
-    def law(self, logits: NDArray[np.float32]) -> Law:
+    def law(self, logits: Row) -> Law:
         """Return the law that a row of logits [V] stands for; all mass on one token at temperature 0."""
         if self.params.temperature == 0:
             return Law(np.array([self.pick(logits, position=0)]), np.ones(1))
@@ -150,7 +151,7 @@ class Sampler:
         """Let go of random numbers kept for positions before `position`."""
         self._noise.forget(position)
 
-    def _scores(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+    def _scores(self, logits: Row) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
         """Return surviving ids (None: all) and their scores (l - max l) / temperature, valid until the next row."""
         p = self.params
         scores = self._adjusted(logits)
@@ -166,9 +167,9 @@ class Sampler:
                 ids = keep(scores, limit) if ids is None else ids[keep(scores[ids], limit)]
         return ids, scores if ids is None else scores[ids]
 
-    def _adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    def _adjusted(self, logits: Row) -> NDArray[np.float64]:
         p, scores = self.params, self._scratch
-        scores[:] = logits
+        scores[:] = np.asarray(logits)
         if not self._adjusts:
             return scores
         processors.add_bias(scores, p.logit_bias)
@@ -182,9 +183,9 @@ class Sampler:
         return scores
 
 
-def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+def log_probabilities(logits: Row) -> NDArray[np.float64]:
     """Return log-softmax [V] of a row as the model gave it, before any processor."""
-    wide: Any = logits.astype(np.float64)
+    wide: Any = np.array(logits, np.float64)
     wide -= wide.max()
     result: NDArray[np.float64] = wide - np.log(np.exp(wide).sum())
     return result

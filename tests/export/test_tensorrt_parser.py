@@ -16,7 +16,7 @@ FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_graph_is_parsed_and_built(tmp_path: Path, family: str) -> None:
-    check(tmp_path, family, trees=False)
+    check(tmp_path, family)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
@@ -24,9 +24,14 @@ def test_a_graph_that_takes_trees_is_parsed_and_built(tmp_path: Path, family: st
     check(tmp_path, family, trees=True)
 
 
-def check(folder: Path, family: str, *, trees: bool) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_a_graph_that_finds_the_best_tokens_is_parsed_and_built(tmp_path: Path, family: str) -> None:
+    check(tmp_path, family, output="argmax")
+
+
+def check(folder: Path, family: str, **changes: object) -> None:
     """Export and build; the builder checks tensors and in-place updates itself, and refuses a graph it warns of."""
-    profile = tiny.profile(dialect="tensorrt", precision="fp16", trees=trees)
+    profile = tiny.profile(dialect="tensorrt", precision="fp16", **changes)
     artifact = tiny.export_tiny(tiny.make_model(family, folder / "source"), folder / "artifact", profile=profile)
     spec = read_manifest(artifact).target
     builder = Builder(BuildOptions(builder="tensorrt-rtx"))

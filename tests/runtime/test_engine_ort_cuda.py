@@ -14,6 +14,7 @@ import pytest
 
 import specrt
 import tiny
+from copies import copy_artifact
 from simulated_cuda import SimulatedDriver
 from simulated_ort import SimulatedCudaSession
 from specrt import engine_ort_cuda
@@ -40,8 +41,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimulatedDriver:
 
 
 @pytest.fixture(params=["ort", "tensorrt"])
-def folder(request: pytest.FixtureRequest, tiny_artifact: Path, tensorrt_artifact: Path) -> Path:
-    return tiny_artifact if request.param == "ort" else tensorrt_artifact
+def folder(request: pytest.FixtureRequest, half_artifact: Path, tensorrt_artifact: Path) -> Path:
+    return half_artifact if request.param == "ort" else tensorrt_artifact
 
 
 @pytest.fixture
@@ -153,16 +154,32 @@ def test_a_planted_bug_is_seen(
 # Where there is no GPU, or no CUDA
 
 
-def test_without_a_driver_it_is_refused_first(tiny_artifact: Path, tmp_path: Path) -> None:
+def test_without_a_driver_it_is_refused_first(tensorrt_artifact: Path, tmp_path: Path) -> None:
     try:
         probe_driver()
     except EngineError:
         with pytest.raises(
             EngineError, match=r"^no CUDA driver here \(libcuda\.so\.1: .*\): run it on a machine with an"
         ):
-            specrt.load(tiny_artifact, device="cuda:0", cache_dir=tmp_path)
+            specrt.load(tensorrt_artifact, device="cuda:0", cache_dir=tmp_path)
     else:
         pytest.skip("there is a driver")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_what_computes_in_fp32_is_refused_before_anything_is_opened(
+    tiny_artifact: Path, tmp_path: Path, precision: str
+) -> None:
+    """Its GroupQueryAttention has no CUDA kernel in fp32; int8 and int4 are weights of graphs that compute in that."""
+    folder = copy_artifact(
+        tiny_artifact, tmp_path / "copy", lambda data: data["engines"]["target"].update(precision=precision)
+    )
+    with pytest.raises(
+        EngineError,
+        match=rf"target\.onnx: expected fp16 on cuda:0, found {precision}, which .*: export with --precision fp16",
+    ) as found:
+        specrt.load(folder, device="cuda:0", cache_dir=tmp_path)
+    assert "\n" not in str(found.value)
 
 
 def test_a_build_without_cuda_is_said(tensorrt_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

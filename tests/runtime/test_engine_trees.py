@@ -1,4 +1,7 @@
-"""Trees on the ONNX Runtime engine: rows see their ancestors alone, and first branches keep their bits."""
+"""Trees on the engines: rows see their ancestors alone, and first branches keep their bits.
+
+GPUs are simulated, see `simulated_cuda`: what is moved on them, and where to, is checked, not what a GPU computes.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +13,11 @@ import pytest
 import specrt
 import tiny
 from parts import ListDrafter, grow, run
+from simulated_gpu import add_cuda_sessions, add_gpu, open_on_gpu
+from simulated_trt import plan_artifact
 from specrt.acceptance import Proposal
+from specrt.engine import Engine
+from specrt.engine_bound import BoundEngine
 from specrt.engine_ort import OrtEngine
 from specrt.errors import EngineError
 from specrt.tree import ancestry
@@ -23,6 +30,7 @@ PROFILES: dict[str, Profile] = {
     "int8": tiny.profile(trees=True, precision="int8", kv_precision="int8"),
     "tensorrt": tiny.profile(trees=True, dialect="tensorrt"),
 }
+HALF = tiny.profile(trees=True, precision="fp16")  # what ONNX Runtime has CUDA kernels for
 DRIFT = {"fp32": 5e-6, "int8": 0.05, "tensorrt": 5e-6}  # of a logit; integers may round to the next
 CONTEXTS = (0, 1, 30, 100)
 TREE = (-1, 0, 1, 0, 3, 3, 1, 2, 4, -1)  # the first branch is 0, 1, 2 and ends with 7, far from its slots
@@ -39,7 +47,9 @@ def open_engine(artifact: Path) -> OrtEngine:
 @pytest.fixture(scope="module")
 def artifacts(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("trees")
-    return {name: tiny.export_tiny(tiny_source, folder / name, profile=PROFILES[name]) for name in PROFILES}
+    profiles = {**PROFILES, "fp16": HALF}
+    made = {name: tiny.export_tiny(tiny_source, folder / name, profile=profile) for name, profile in profiles.items()}
+    return {**made, "plan": plan_artifact(made["tensorrt"], folder / "plan")}
 
 
 @pytest.fixture(params=PROFILES)
@@ -62,7 +72,7 @@ def path_to(row: int, parents: Sequence[int] = TREE) -> list[int]:
     return np.flatnonzero(ancestry(parents)[row]).tolist()
 
 
-def after(engine: OrtEngine, context: int) -> OrtEngine:
+def after(engine: Engine, context: int) -> Engine:
     engine.rollback(0)
     engine.prefill(tokens(context))
     return engine
@@ -94,10 +104,8 @@ def test_windows_soft_caps_and_learned_positions_know_trees(tmp_path: Path, fami
     engine.close()
 
 
-def test_trees_at_fp16(tiny_source: Path, tmp_path: Path) -> None:
-    engine = open_engine(
-        tiny.export_tiny(tiny_source, tmp_path / "out", profile=tiny.profile(trees=True, precision="fp16"))
-    )
+def test_trees_at_fp16(artifacts: dict[str, Path]) -> None:
+    engine = open_engine(artifacts["fp16"])
     assert worst_difference(engine, 30) < 5e-3
     engine.close()
 
@@ -257,3 +265,77 @@ def test_other_requests_have_plain_decodings_text_but_for_near_ties(engine: OrtE
         assert one.logprob is not None
         assert other.logprob is not None
         assert abs(one.logprob.logprob - other.logprob.logprob) < 2 * DRIFT[kind]
+
+
+# On GPUs
+
+ON_GPU = {"TensorRT": ("tensorrt", "plan"), "ONNX Runtime": ("tensorrt", "tensorrt"), "fp16": ("fp16", "fp16")}
+PATHS = [path_to(row) for row in (5, 6, 7, 8)] + [[0, 1, 2], [0], [9], []]
+
+
+@pytest.fixture(params=ON_GPU)
+def pair(
+    request: pytest.FixtureRequest, artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[OrtEngine, BoundEngine]]:
+    """Engines of the same graph on the CPU and on a GPU."""
+    source, folder = (artifacts[name] for name in ON_GPU[request.param])
+    on_cpu = open_engine(source)
+    driver = add_gpu(monkeypatch)
+    if source == folder:
+        add_cuda_sessions(monkeypatch)
+    on_gpu = open_on_gpu(folder)
+    yield on_cpu, on_gpu
+    on_gpu.close()
+    on_cpu.close()
+    assert driver.num_open == 0
+
+
+def kept(engine: Engine, path: Sequence[int]) -> tuple[Any, ...]:
+    """Return the bits of a tree's rows, and of what follows after one of its paths was kept."""
+    rows = np.array(after(engine, 30).verify(tokens(len(TREE), seed=1), TREE))
+    engine.keep(path)
+    more = np.array(engine.verify(tokens(6, seed=5)))
+    return rows.tobytes(), more.tobytes(), engine.kv_length
+
+
+def test_trees_on_a_gpu_have_the_bits_of_the_cpu(pair: tuple[OrtEngine, BoundEngine]) -> None:
+    on_cpu, on_gpu = pair
+    assert on_gpu.takes_trees
+    for path in PATHS:
+        assert kept(on_gpu, path) == kept(on_cpu, path)
+
+
+def test_keeping_a_path_moves_its_own_rows_on_the_device_and_nothing_else(
+    pair: tuple[OrtEngine, BoundEngine],
+) -> None:
+    on_cpu, on_gpu = pair
+    copies = on_gpu._gpu._driver.copies  # type: ignore[attr-defined]
+    row = 16 * kv(on_cpu)[0].itemsize  # bytes of a head's slot
+    for path in PATHS:
+        after(on_gpu, 30).verify(tokens(len(TREE), seed=1), TREE)
+        copies.clear()
+        on_gpu.keep(path)
+        num_moved = sum(place != node for place, node in enumerate(path))
+        assert copies == [("across", row)] * (2 * 2 * 2 * num_moved), "keys and values, two layers, two heads"
+
+
+def test_generations_with_trees_on_a_gpu_have_the_tokens_of_the_cpu(pair: tuple[OrtEngine, BoundEngine]) -> None:
+    for params in PARAMS.values():
+        how: dict[str, Any] = {"prompt": tokens(20), "max_tokens": 60, "logprobs": 3, **params}
+        ids, _, _ = run(pair[0], **how)
+        found = [run(engine, second_branch(ids, 20), k=14, **how) for engine in pair]
+        assert found[0][2] == found[1][2]
+        assert found[1][1].stats.num_accepted > 20
+
+
+def test_a_request_for_strict_trees_is_served_on_a_gpu(
+    artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_gpu(monkeypatch)
+    with specrt.load(artifacts["plan"], cache_dir=tmp_path) as model:
+        plain = run(model.target, prompt=tokens(20), max_tokens=30, logprobs=2)
+        strict = run(
+            model.target, second_branch(plain[0], 20), prompt=tokens(20), max_tokens=30, logprobs=2, k=14, strict=True
+        )
+    assert strict[2] == plain[2]
+    assert strict[1].stats.num_recomputed > 0

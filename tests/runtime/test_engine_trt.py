@@ -543,7 +543,7 @@ def one_buffer_for_two(buffers: DeviceBuffers, _: Any) -> None:
 
 
 def small_logits(buffers: DeviceBuffers, _: Any) -> None:
-    buffers._logits = (buffers._logits[0], buffers._gpu.allocate(100))
+    buffers._logits.addresses["logits"] = buffers._gpu.allocate(100)
 
 
 def odd_address(_: DeviceBuffers, call: DeviceCall) -> None:

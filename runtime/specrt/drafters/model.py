@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from specrt.acceptance import Proposal
 from specrt.engine import Engine
 from specrt.prefix_cache import Reuse
+from specrt.rows import Row
 from specrt.sampling import Sampler
 
 
@@ -66,7 +67,7 @@ class ModelDrafter:
             self._fed.append(token)
         return Proposal(tuple(proposal), probs)
 
-    def _catch_up(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def _catch_up(self, tokens: Sequence[int]) -> Row:
         """Drop what was rejected, feed what is new, and return the logits [V] after the last token."""
         fed = self._fed
         while self._agreed < min(len(fed), len(tokens)) and fed[self._agreed] == tokens[self._agreed]:
@@ -80,13 +81,14 @@ class ModelDrafter:
         if len(new) > self._engine.verify_widths[-1]:
             self._engine.prefill(new[:-1])
             new = new[-1:]
-        return self._engine.decode(new[0]) if len(new) == 1 else self._engine.verify(new)[-1]
+        row: Row = self._engine.decode(new[0]) if len(new) == 1 else self._engine.verify(new)[-1]
+        return row
 
-    def _widen(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _widen(self, logits: Row) -> Row:
         """Return the row with one entry per target id."""
         if len(logits) == len(self._row):
             return logits
-        self._row[: self._known] = logits[: self._known]
+        self._row[: self._known] = np.asarray(logits)[: self._known]
         return self._row
 
 
@@ -95,7 +97,7 @@ def _samples(sampler: Sampler) -> bool:
     return sampler.params.coupling == "rejection" and sampler.params.temperature > 0
 
 
-def _draw(sampler: Sampler, row: NDArray[np.float32], probs: NDArray[np.float64], start: int, node: int) -> int:
+def _draw(sampler: Sampler, row: Row, probs: NDArray[np.float64], start: int, node: int) -> int:
     """Draw a token from the draft's law, which is left in `probs` [V]."""
     law = sampler.law(row)
     index = sampler.chooser.draft(law.probs, start=start, node=node)

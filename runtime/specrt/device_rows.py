@@ -1,0 +1,118 @@
+"""Rows of logits on a GPU: copied with every call, or left there until they are asked for.
+
+A row is far larger than everything else that a step moves. Where the graph finds each row's best token by itself
+(`specrt_profiles.profile.Profile.output`), only those tokens come with a call, and a row when its values are used.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt.cuda import Gpu, PinnedBlock
+from specrt.rows import Rows
+from specrt_profiles.manifest import EngineSpec
+from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS
+
+
+class DeviceLogits:
+    """Memory for up to `num_rows` rows of logits, on the device and pinned; shared by calls that never run at once.
+
+    addresses: of the outputs that hold logits and best tokens, by name. Made and used with the GPU `current`.
+    """
+
+    def __init__(self, gpu: Gpu, spec: EngineSpec, num_rows: int) -> None:
+        self._gpu, self.num_rows, self.num_calls = gpu, num_rows, 0
+        size = 4 * num_rows * spec.vocab_size
+        self.host = gpu.allocate_pinned(size)[:size].view(np.float32).reshape(num_rows, spec.vocab_size)
+        self.addresses = {"logits": gpu.allocate(size)}
+        self._best: PinnedBlock | None = None
+        if spec.output == "argmax":
+            self._best = PinnedBlock(gpu, {BEST_IDS: ((num_rows,), "int64"), BEST_LOGITS: ((num_rows,), "float32")})
+            self.addresses |= self._best.addresses
+
+    def download(self, num_rows: int) -> None:
+        """Put on the stream the copy of what every step needs of the first rows of a call that is under way."""
+        self.num_calls += 1
+        if not num_rows:
+            return
+        if self._best is not None:
+            self._best.download()
+        else:
+            self._gpu.download(self.host[:num_rows], self.addresses["logits"])
+
+    def rows(self, num_rows: int) -> Rows:
+        """Return the first rows of a call that is done."""
+        if self._best is None:
+            return self.host[:num_rows]
+        ids, logits = (self._best.arrays[name][:num_rows].tolist() for name in (BEST_IDS, BEST_LOGITS))
+        return DeviceRows(self, ids, logits)
+
+    def fetch(self, start: int, end: int) -> NDArray[np.float32]:
+        """Copy rows to the host and return a view of them [n, V]; call it with any device current."""
+        wanted = self.host[start:end]
+        with self._gpu.current():
+            self._gpu.download(wanted, self.addresses["logits"] + start * self.host.strides[0])
+            self._gpu.synchronize()
+        return wanted
+
+
+class DeviceRows:
+    """Rows of logits [n, V] that stay on the device; see `specrt.rows.Rows`.
+
+    best_ids, best_logits: each row's best token and its logit; an id of V stands for a row without any (NaNs).
+    """
+
+    def __init__(self, logits: DeviceLogits, best_ids: Sequence[int], best_logits: Sequence[float]) -> None:
+        self._logits, self._number = logits, logits.num_calls
+        self.best_ids, self.best_logits = best_ids, best_logits
+        self._fetched: dict[int, NDArray[np.float32]] = {}
+        self.vocab_size = logits.host.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.best_ids)
+
+    def __getitem__(self, row: int, /) -> "DeviceRow":
+        return DeviceRow(self, range(len(self))[row])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        self._check()
+        return _as_array(self._logits.fetch(0, len(self)), dtype, copy)
+
+    def fetch(self, row: int) -> NDArray[np.float32]:
+        """Return a row [V], copied from the device when it is first asked for."""
+        self._check()
+        if row not in self._fetched:
+            self._fetched[row] = self._logits.fetch(row, row + 1)[0]
+        return self._fetched[row]
+
+    def _check(self) -> None:
+        assert self._number == self._logits.num_calls, "these rows went with the engine's next call"
+
+
+class DeviceRow:
+    """One of these rows; see `specrt.rows.Row`."""
+
+    def __init__(self, rows: DeviceRows, row: int) -> None:
+        self._rows, self._row = rows, row
+
+    def __len__(self) -> int:
+        return self._rows.vocab_size
+
+    def argmax(self) -> int:
+        """Return the lowest id among those of the largest logit, which the device found."""
+        return self._rows.best_ids[self._row]
+
+    def __getitem__(self, token: int, /) -> float:
+        if token == self.argmax():
+            return self._rows.best_logits[self._row]
+        return float(self._rows.fetch(self._row)[token])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return _as_array(self._rows.fetch(self._row), dtype, copy)
+
+
+def _as_array(view: NDArray[np.float32], dtype: Any, copy: bool | None) -> NDArray[Any]:
+    array: NDArray[Any] = np.array(view, dtype) if copy else np.asarray(view, dtype)
+    return array

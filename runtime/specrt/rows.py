@@ -1,0 +1,34 @@
+"""Rows of logits where they are: arrays in host memory, or on a GPU until someone asks for their values."""
+
+from typing import Any, Protocol
+
+
+class Row(Protocol):
+    """Logits [V] of one row. Arrays are rows; `np.asarray` makes an array of any, which may take a copy from a device.
+
+    The best token and its logit never take one.
+    """
+
+    def __len__(self) -> int:
+        """Return V."""
+        ...
+
+    def argmax(self) -> Any:
+        """Return the lowest id among those of the largest logit."""
+        ...
+
+    def __getitem__(self, token: int, /) -> Any:
+        """Return the logit of a token."""
+        ...
+
+
+class Rows(Protocol):
+    """Logits [n, V] of a call, valid until the engine's next one; see `Row`."""
+
+    def __len__(self) -> int:
+        """Return n."""
+        ...
+
+    def __getitem__(self, row: int, /) -> Any:
+        """Return a `Row`."""
+        ...
