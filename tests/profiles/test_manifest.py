@@ -183,7 +183,7 @@ def is_entry(keys: Keys) -> bool:
 
 def may_be_absent(keys: Keys) -> bool:
     """Tell whether artifacts written before a key came to be are read without it."""
-    return len(keys) == 3 and (keys[0], keys[2]) == ("engines", "plan")
+    return keys == ("profile", "output") or (len(keys) == 3 and (keys[0], keys[2]) == ("engines", "plan"))
 
 
 def test_every_key_left_out_is_named(shared: Path) -> None:
@@ -204,6 +204,13 @@ def test_an_artifact_from_before_plans_is_read(artifact: Path) -> None:
         assert entry.pop("plan") is None
     (artifact / MANIFEST_FILE).write_text(json.dumps(data), "utf-8")
     assert read_manifest(artifact).target.plan is None
+
+
+def test_an_artifact_from_before_the_choice_of_outputs_is_read(artifact: Path) -> None:
+    data = content(artifact)
+    assert data["profile"].pop("output") == "logits"
+    (artifact / MANIFEST_FILE).write_text(json.dumps(data), "utf-8")
+    assert read_manifest(artifact).profile.output == read_manifest(artifact).target.output == "logits"
 
 
 def with_a_plan(folder: Path) -> Manifest:

@@ -217,13 +217,6 @@ def test_a_plan_that_says_another_output_is_refused(graphs: dict[str, Path], tmp
         read_manifest(folder)
 
 
-def test_an_artifact_from_before_the_choice_still_loads(tiny_artifact: Path, tmp_path: Path) -> None:
-    def edit(data: dict[str, Any]) -> None:
-        assert data["profile"].pop("output") == "logits"
-
-    assert read_manifest(copy_artifact(tiny_artifact, tmp_path / "old", edit)).profile.output == "logits"
-
-
 # Types that NumPy does not have
 
 
