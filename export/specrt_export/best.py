@@ -1,10 +1,12 @@
-"""Each row's best token, found by the graph itself: all that a greedy step needs of the logits."""
+"""Each row's best tokens, found by the graph itself: all that many steps need of the logits."""
 
 import numpy as np
 import onnx_ir as ir
 
 from specrt_export.editor import Editor
-from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS
+from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_K, TOP_LOGITS
+
+_INTEGERS, _FLOATS = ir.TensorType(ir.DataType.INT64), ir.TensorType(ir.DataType.FLOAT)
 
 
 def add_best_tokens(graph: ir.Graph) -> None:
@@ -35,9 +37,30 @@ def add_best_tokens(graph: ir.Graph) -> None:
     for place, node in enumerate(new):
         node.name = f"best.{place}"
     graph.extend(new)
-    for place, (node, name, kind) in enumerate(
-        ((ids, BEST_IDS, ir.DataType.INT64), (best, BEST_LOGITS, ir.DataType.FLOAT)), start=1
-    ):
-        out = node.outputs[0]
-        out.name, out.type, out.shape = name, ir.TensorType(kind), ir.Shape([batch, rows])
-        graph.outputs.insert(place, out)
+    _insert(graph, 1, ids.outputs[0], ir.Value(name=BEST_IDS, type=_INTEGERS, shape=ir.Shape([batch, rows])))
+    _insert(graph, 2, best.outputs[0], ir.Value(name=BEST_LOGITS, type=_FLOATS, shape=ir.Shape([batch, rows])))
+
+
+def add_top_tokens(graph: ir.Graph) -> None:
+    """Give a graph that says best tokens the outputs top_ids and top_logits [B, R, K] behind them.
+
+    Which of the tokens that tie with the last one are among them is up to the engine; `specrt.sampling` counts on none.
+    """
+    logits = graph.outputs[0]
+    assert logits.shape is not None
+    batch, rows, size = logits.shape
+    assert isinstance(size, int)
+    count = min(TOP_K, size)
+    top = ir.node(
+        "TopK", [logits, Editor(graph).constant("best.k", np.array([count], np.int64))], num_outputs=2, name="best.top"
+    )
+    graph.append(top)
+    values, ids = top.outputs
+    _insert(graph, 3, ids, ir.Value(name=TOP_IDS, type=_INTEGERS, shape=ir.Shape([batch, rows, count])))
+    _insert(graph, 4, values, ir.Value(name=TOP_LOGITS, type=_FLOATS, shape=ir.Shape([batch, rows, count])))
+
+
+def _insert(graph: ir.Graph, place: int, value: ir.Value, described: ir.Value) -> None:
+    """Make a value of the graph an output that is described by another one."""
+    value.name, value.type, value.shape = described.name, described.type, described.shape
+    graph.outputs.insert(place, value)

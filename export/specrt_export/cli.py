@@ -49,8 +49,8 @@ Examples:
 @click.option("--trees", is_flag=True, default=None, help="Let the target verify trees of proposals.")
 @click.option(
     "--output",
-    type=click.Choice(["logits", "argmax"]),
-    help="argmax: graphs that also say each row's best token, for GPUs.  [default: the profile's]",
+    type=click.Choice(["logits", "argmax", "top-k"]),
+    help="argmax, top-k: graphs that also say each row's best token, or 64, for GPUs.  [default: the profile's]",
 )
 @click.option("--capacity", type=int, help="Longest sequence in tokens.  [default: the profile's]")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from specrt_export import graph, parity
-from specrt_export.best import add_best_tokens
+from specrt_export.best import add_best_tokens, add_top_tokens
 from specrt_export.calibrate import inputs_of, observe, self_written
 from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import weights_of
@@ -225,8 +225,10 @@ def _write_graph(
     profile, traced = request.profile, request.traced
     with progress.step(f"{request.name}: fuse the graph"):
         rounding = graph.finish(traced, weights_of(model), profile.precision, chosen, dialect=profile.dialect)
-        if profile.output == "argmax":
+        if profile.output != "logits":
             add_best_tokens(traced.graph)
+        if profile.output == "top-k":
+            add_top_tokens(traced.graph)
         if profile.dialect == "tensorrt":
             lint_tensorrt(traced)
         inputs, outputs = graph_inputs(request.dims, profile), graph_outputs(request.dims, profile)

@@ -11,7 +11,7 @@ from specrt_profiles.codec import OPTIONAL, decode, encode
 from specrt_profiles.errors import ManifestError
 from specrt_profiles.plan import PlanSpec, plan_problem
 from specrt_profiles.profile import DialectName, OutputName, Precision, Profile
-from specrt_profiles.tensors import BEST_IDS, TensorSpec
+from specrt_profiles.tensors import BEST_IDS, TOP_IDS, TensorSpec
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
@@ -92,7 +92,8 @@ class EngineSpec:
     @property
     def output(self) -> OutputName:
         """What a call gives; see `Profile.output`."""
-        return "argmax" if any(tensor.name == BEST_IDS for tensor in self.outputs) else "logits"
+        names = {tensor.name for tensor in self.outputs}
+        return "top-k" if TOP_IDS in names else "argmax" if BEST_IDS in names else "logits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

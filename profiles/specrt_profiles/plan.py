@@ -34,7 +34,7 @@ class PlanSpec:
     `version` is the builder's: only that version opens the plan. `compute_capabilities` are those it was built for
     ("8.9"), in rising order; empty stands for the builder's default (TensorRT: the device it was built on;
     TensorRT-RTX: Ampere and later). `shapes` are the optimization profiles in the order of their indices. `output` is
-    what a call gives: `logits` [B, R, V], or with `argmax` each row's best token as well. `source` is the SHA-256 of
+    what a call gives: `logits` [B, R, V], or with others what `Profile.output` says as well. `source` is the SHA-256 of
     the manifest of the artifact that the graph is from.
     """
 

@@ -13,7 +13,7 @@ from specrt_profiles.errors import ProfileError
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 KvPrecision = Literal["same", "fp32", "int8"]
 DialectName = Literal["ort", "tensorrt"]
-OutputName = Literal["logits", "argmax"]
+OutputName = Literal["logits", "argmax", "top-k"]
 FloatName = Literal["float32", "float16", "bfloat16"]
 KvName = Literal["float32", "float16", "bfloat16", "int8"]
 
@@ -33,7 +33,8 @@ class Profile:
     `dialect` says whose operators the graphs are made of, see `specrt_profiles.tensors`. `kv_precision` is `int8` or
     `same`, the type that the graph computes in (for which `fp32` is another name where that is the type). `trees`: the
     target can verify trees of proposals, for which every call pays a little. `output`: `argmax` for graphs that also
-    say each row's best token, so that an engine on a GPU leaves logits there until they are used.
+    say each row's best token, so that an engine on a GPU leaves logits there until they are used; `top-k` for graphs
+    that say its best 64 as well.
     """
 
     name: str

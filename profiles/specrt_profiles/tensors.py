@@ -14,8 +14,10 @@ slots, H heads of D values, V rows of the output matrix, T the type that the gra
 | logits_indices | int64 | [R] | which of the W rows get logits; R may be 0 |
 | past_key.{i}, past_value.{i} | T or int8 | [B, H_kv, S, D] | KV buffers of layer i, `start` slots valid |
 | logits | float32 | [B, R, V] | |
-| best_ids (`Profile.output` argmax) | int64 | [B, R] | each row's best token, the lowest id on ties; V if all are NaN |
-| best_logits (`Profile.output` argmax) | float32 | [B, R] | its logit |
+| best_ids (not with `Profile.output` logits) | int64 | [B, R] | each row's best token, lowest id on ties; V for NaNs |
+| best_logits (the same) | float32 | [B, R] | its logit |
+| top_ids (`Profile.output` top-k) | int64 | [B, R, K] | tokens of the K largest logits, in any order where they tie |
+| top_logits (`Profile.output` top-k) | float32 | [B, R, K] | their logits, falling |
 | present_key.{i}, present_value.{i} | T or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
 
 A call writes KV slots start .. start + W - 1, and no slot beyond a row's own position has any part in it, so a rollback
@@ -32,6 +34,9 @@ from specrt_profiles.profile import KvName, Profile
 
 BEST_IDS = "best_ids"
 BEST_LOGITS = "best_logits"
+TOP_IDS = "top_ids"
+TOP_LOGITS = "top_logits"
+TOP_K = 64  # or as many as there are
 WIDTH = "width"
 ROWS = "rows"
 ELEMENT_BYTES: Mapping[str, int] = {
@@ -107,7 +112,12 @@ def graph_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]
         TensorSpec(name=BEST_IDS, dtype="int64", shape=rows),
         TensorSpec(name=BEST_LOGITS, dtype="float32", shape=rows),
     )
-    return (logits, *(best if profile.output == "argmax" else ()), *_kv(dims, profile, present_names))
+    top = tuple(
+        TensorSpec(name=name, dtype=dtype, shape=(*rows, min(TOP_K, dims.vocab_size)))
+        for name, dtype in ((TOP_IDS, "int64"), (TOP_LOGITS, "float32"))
+    )
+    small = {"logits": (), "argmax": best, "top-k": (*best, *top)}[profile.output]
+    return (logits, *small, *_kv(dims, profile, present_names))
 
 
 def _kv(dims: DecoderDims, profile: Profile, names: Callable[[int], tuple[str, str]]) -> tuple[TensorSpec, ...]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from specrt.engine import Engine, measurable_widths, open_engine
 from specrt.errors import EngineError
+from specrt.rows import Row, top_of
 from specrt_profiles.exactness import Exactness, find_exact_widths
 from specrt_profiles.manifest import EngineSpec, check_hashes, read_manifest
 from specrt_profiles.reference import ReferenceText, read_reference
@@ -142,12 +143,22 @@ def replay(engine: Engine, ids: Sequence[int]) -> NDArray[np.float32]:
         engine.rollback(start)
         found = engine.verify(piece)
         rows.append(np.array(found))
-        if [int(found[row].argmax()) for row in range(len(found))] != rows[-1].argmax(-1).tolist():
+        if not all(_is_true_of(found[row], logits) for row, logits in enumerate(rows[-1])):
             raise EngineError(
                 "the best tokens that the device finds are not those of its logits: export with --output logits"
             )
         start, number = start + len(piece), number + 1
     return np.concatenate(rows)
+
+
+def _is_true_of(row: Row, logits: NDArray[np.float32]) -> bool:
+    """Tell whether what is known of a row without its values is so."""
+    top = top_of(row)
+    if top is not None:
+        falling = np.sort(logits)[: -len(top.logits) - 1 : -1]
+        if not (np.array_equal(top.logits, falling) and np.array_equal(top.logits, logits[top.ids])):
+            return False
+    return int(row.argmax()) == logits.argmax()
 
 
 def _rest(log_p: NDArray[np.float64], log_q: NDArray[np.float64]) -> NDArray[np.float64]:

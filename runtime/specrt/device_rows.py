@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrt.cuda import Gpu, PinnedBlock
-from specrt.rows import Rows
+from specrt.rows import Rows, Top
 from specrt_profiles.manifest import EngineSpec
-from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS
+from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_LOGITS
+
+_SMALL = (BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_LOGITS)
 
 
 class DeviceLogits:
@@ -28,8 +30,12 @@ class DeviceLogits:
         self.host = gpu.allocate_pinned(size)[:size].view(np.float32).reshape(num_rows, spec.vocab_size)
         self.addresses = {"logits": gpu.allocate(size)}
         self._best: PinnedBlock | None = None
-        if spec.output == "argmax":
-            self._best = PinnedBlock(gpu, {BEST_IDS: ((num_rows,), "int64"), BEST_LOGITS: ((num_rows,), "float32")})
+        small = [tensor for tensor in spec.outputs if tensor.name in _SMALL]
+        if small:
+            sizes = {tensor.name: tuple(size for size in tensor.shape[2:] if isinstance(size, int)) for tensor in small}
+            self._best = PinnedBlock(
+                gpu, {tensor.name: ((num_rows, *sizes[tensor.name]), tensor.dtype) for tensor in small}
+            )
             self.addresses |= self._best.addresses
 
     def download(self, num_rows: int) -> None:
@@ -46,8 +52,9 @@ class DeviceLogits:
         """Return the first rows of a call that is done."""
         if self._best is None:
             return self.host[:num_rows]
-        ids, logits = (self._best.arrays[name][:num_rows].tolist() for name in (BEST_IDS, BEST_LOGITS))
-        return DeviceRows(self, ids, logits)
+        arrays = {name: array[:num_rows] for name, array in self._best.arrays.items()}
+        top = (arrays[TOP_IDS].copy(), arrays[TOP_LOGITS].copy()) if TOP_IDS in arrays else None
+        return DeviceRows(self, arrays[BEST_IDS].tolist(), arrays[BEST_LOGITS].tolist(), top)
 
     def fetch(self, start: int, end: int) -> NDArray[np.float32]:
         """Copy rows to the host and return a view of them [n, V]; call it with any device current."""
@@ -61,12 +68,16 @@ class DeviceLogits:
 class DeviceRows:
     """Rows of logits [n, V] that stay on the device; see `specrt.rows.Rows`.
 
-    best_ids, best_logits: each row's best token and its logit; an id of V stands for a row without any (NaNs).
+    best_ids, best_logits: each row's best token and its logit; an id of V stands for a row without any (NaNs). top: ids
+    and logits [n, K] of the best ones, if the graph says them.
     """
 
-    def __init__(self, logits: DeviceLogits, best_ids: Sequence[int], best_logits: Sequence[float]) -> None:
+    def __init__(
+        self, logits: DeviceLogits, best_ids: Sequence[int], best_logits: Sequence[float],
+        top: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
+    ) -> None:  # fmt: skip
         self._logits, self._number = logits, logits.num_calls
-        self.best_ids, self.best_logits = best_ids, best_logits
+        self.best_ids, self.best_logits, self.top = best_ids, best_logits, top
         self._fetched: dict[int, NDArray[np.float32]] = {}
         self.vocab_size = logits.host.shape[1]
 
@@ -103,6 +114,12 @@ class DeviceRow:
     def argmax(self) -> int:
         """Return the lowest id among those of the largest logit, which the device found."""
         return self._rows.best_ids[self._row]
+
+    @property
+    def top(self) -> Top | None:
+        """Return the row's best tokens if the graph says them."""
+        top = self._rows.top
+        return None if top is None else Top(top[0][self._row], top[1][self._row])
 
     def __getitem__(self, token: int, /) -> float:
         if token == self.argmax():

@@ -1,6 +1,10 @@
 """Rows of logits where they are: arrays in host memory, or on a GPU until someone asks for their values."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class Row(Protocol):
@@ -32,3 +36,17 @@ class Rows(Protocol):
     def __getitem__(self, row: int, /) -> Any:
         """Return a `Row`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The best tokens of a row: `ids` [K] by falling `logits` [K]. No other token's logit is above the last one."""
+
+    ids: NDArray[np.int64]
+    logits: NDArray[np.float32]
+
+
+def top_of(row: Row) -> Top | None:
+    """Return a row's best tokens if they are known without its values; those of an array are not."""
+    top: Top | None = getattr(row, "top", None)
+    return top

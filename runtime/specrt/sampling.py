@@ -16,7 +16,7 @@ from specrt.acceptance import Chooser, Law
 from specrt.errors import RequestError
 from specrt.noise import Noise, Purpose, gumbel_argmax, inverse_cdf
 from specrt.processors import History
-from specrt.rows import Row
+from specrt.rows import Row, top_of
 
 Coupling = Literal["gumbel", "rejection"]
 
@@ -154,18 +154,37 @@ class Sampler:
     def _scores(self, logits: Row) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
         """Return surviving ids (None: all) and their scores (l - max l) / temperature, valid until the next row."""
         p = self.params
+        ids, scores = self._top_scores(logits) or self._all_scores(logits)
+        for limit, keep, off in ((p.top_p, processors.top_p_ids, 1.0), (p.min_p, processors.min_p_ids, 0.0)):
+            if limit != off:
+                kept = keep(scores, limit)
+                ids, scores = kept if ids is None else ids[kept], scores[kept]
+        return ids, scores
+
+    def _all_scores(self, logits: Row) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+        """Return ids and scores of a whole row that survive top-k."""
         scores = self._adjusted(logits)
         peak = float(scores.max())
         _check_peak(peak)
         scores -= peak
-        scores /= p.temperature
-        ids: NDArray[np.int64] | None = None
-        if p.top_k:
-            ids = processors.top_k_ids(scores, p.top_k)
-        for limit, keep, off in ((p.top_p, processors.top_p_ids, 1.0), (p.min_p, processors.min_p_ids, 0.0)):
-            if limit != off:
-                ids = keep(scores, limit) if ids is None else ids[keep(scores[ids], limit)]
+        scores /= self.params.temperature
+        ids = processors.top_k_ids(scores, self.params.top_k) if self.params.top_k else None
         return ids, scores if ids is None else scores[ids]
+
+    def _top_scores(self, logits: Row) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+        """Return the same from the best tokens of a row, where they are all that the filters can leave."""
+        p = self.params
+        top = None if self._adjusts else top_of(logits)
+        if top is None or not math.isfinite(top.logits[0]):
+            return None
+        scores = top.logits.astype(np.float64)
+        scores -= scores[0]
+        scores /= p.temperature
+        count = processors.survivors(scores, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+        if count is None:
+            return None
+        order = np.argsort(top.ids[:count])
+        return top.ids[order], scores[order]
 
     def _adjusted(self, logits: Row) -> NDArray[np.float64]:
         p, scores = self.params, self._scratch

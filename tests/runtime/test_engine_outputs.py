@@ -27,8 +27,9 @@ from specrt_profiles.manifest import read_manifest
 
 V = tiny.VOCAB_SIZE
 ROW = 4 * V  # bytes
+SMALL = {"argmax": 576, "top-k": 13056}  # bytes of what comes with a call of up to 16 rows
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, V, 128)]
-KINDS = {"TensorRT": "tensorrt", "ONNX Runtime": "tensorrt", "ONNX Runtime fp16": "ort"}
+KINDS = {"TensorRT": "tensorrt", "ONNX Runtime": "tensorrt", "ONNX Runtime fp16": "ort", "top-k": "top-k"}
 HOW: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
 
 
@@ -54,14 +55,17 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for dialect, precision in (("tensorrt", "fp32"), ("ort", "fp16")):
         profile = tiny.profile(dialect=dialect, precision=precision, draft_precision=precision, output="argmax")
         made[dialect] = tiny.export_tiny(source, folder / dialect, draft=str(source), profile=profile)
-    made["plan"] = plan_artifact(made["tensorrt"], folder / "plan")
+    profile = tiny.profile(dialect="tensorrt", draft_precision="fp32", output="top-k")
+    made["top-k"] = tiny.export_tiny(source, folder / "top-k", draft=str(source), profile=profile)
+    for name, out in (("tensorrt", "plan"), ("top-k", "top-k plan")):
+        made[out] = plan_artifact(made[name], folder / out)
     return made
 
 
 def on_gpu(kind: str, graphs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the artifact that a kind of engine opens on the GPU; after this ONNX Runtime may have no CPU."""
-    if kind == "TensorRT":
-        return graphs["plan"]
+    if kind in ("TensorRT", "top-k"):
+        return graphs["plan" if kind == "TensorRT" else "top-k plan"]
     add_cuda_sessions(monkeypatch)
     return graphs[KINDS[kind]]
 
@@ -90,7 +94,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "greedy with logprobs": {"logprobs": 3},
     "greedy with a penalty": {"repetition_penalty": 1.3},
     "gumbel": {"temperature": 1.0, "seed": 3, "top_p": 0.9},
-    "rejection": {"temperature": 1.0, "seed": 3, "coupling": "rejection"},
+    "rejection": {"temperature": 1.0, "seed": 3, "coupling": "rejection", "top_k": 20},
+    "top-k": {"temperature": 1.0, "seed": 3, "top_k": 5, "top_p": 0.9},
+    "min-p": {"temperature": 1.0, "seed": 4, "min_p": 0.2},
 }
 
 
@@ -124,7 +130,7 @@ def test_only_best_tokens_are_copied_until_a_row_is_used(engine: BoundEngine) ->
     best = [int(rows[i].argmax()) for i in range(4)]
     peaks = [float(rows[i][best[i]]) for i in range(4)]
     (small,) = copies_down(engine)
-    assert small < ROW / 2, "the test's vocabulary has 384 tokens; real ones hundreds of times that"
+    assert small in SMALL.values()
     third = np.asarray(rows[2]).copy()
     assert np.asarray(rows[2]) is not third
     assert copies_down(engine) == [ROW], "one row, once"
@@ -144,13 +150,29 @@ def test_a_greedy_request_copies_no_row_and_others_those_they_look_at(
         for drafter in ("none", "ngram", "model"):
             driver.copies.clear()
             result = model.generate(TOKENS[:19], drafter=drafter, k=3, **HOW)
-            assert {size for way, size in driver.copies if way == "down"} == {576}
+            assert {size for way, size in driver.copies if way == "down"} == {SMALL["argmax"]}
             assert sum(way == "down" for way, _ in driver.copies) >= result.stats.num_steps
         for params in ({"temperature": 1.0, "seed": 3}, {"logprobs": 1}, {"logit_bias": {5: 1.0}}):
             driver.copies.clear()
             result = model.generate(TOKENS[:19], drafter="ngram", k=3, **HOW, **params)
-            rows = [size for way, size in driver.copies if way == "down" and size != 576]
+            rows = [size for way, size in driver.copies if way == "down" and size != SMALL["argmax"]]
             assert rows == [ROW] * 40, "one for each token of the text, however many were verified"
+
+
+NARROW = ({"top_k": 5}, {"top_k": 20, "top_p": 0.8}, {"min_p": 0.9}, {"top_k": 20, "coupling": "rejection"})
+WIDE = ({}, {"top_p": 0.8}, {"top_k": 64}, {"top_k": 5, "repetition_penalty": 1.1})
+
+
+@pytest.mark.parametrize(("params", "num_rows"), [*((how, 0) for how in NARROW), *((how, 40) for how in WIDE)])
+def test_filters_that_leave_few_tokens_need_no_row(
+    graphs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, machine_cache: Path, params: dict[str, Any], num_rows: int
+) -> None:
+    driver = add_gpu(monkeypatch)
+    with specrt.load(graphs["top-k plan"], cache_dir=machine_cache) as model:
+        driver.copies.clear()
+        model.generate(TOKENS[:19], drafter="ngram", k=3, temperature=1.0, seed=3, **HOW, **params)
+        rows = [size for way, size in driver.copies if way == "down" and size != SMALL["top-k"]]
+    assert rows == [ROW] * num_rows
 
 
 def test_best_tokens_cost_a_cpu_engine_nothing_to_copy(graphs: dict[str, Path]) -> None:
