@@ -6,8 +6,6 @@ import onnx_ir as ir
 from specrt_export.editor import Editor
 from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_K, TOP_LOGITS
 
-_INTEGERS, _FLOATS = ir.TensorType(ir.DataType.INT64), ir.TensorType(ir.DataType.FLOAT)
-
 
 def add_best_tokens(graph: ir.Graph) -> None:
     """Give a graph the outputs best_ids and best_logits [B, R] behind its logits [B, R, V].
@@ -16,10 +14,7 @@ def add_best_tokens(graph: ir.Graph) -> None:
     arithmetic: of the tokens whose logit equals the largest, the one with the largest V - id, which float32 holds
     exactly. A row of NaNs equals nothing, so that its id is V.
     """
-    logits = graph.outputs[0]
-    assert logits.shape is not None
-    batch, rows, size = logits.shape
-    assert isinstance(size, int)
+    logits, size = graph.outputs[0], _vocab_size(graph)
     assert size < 1 << 24
     editor = Editor(graph)
     last = editor.constant("best.last_axis", np.array([-1], np.int64))
@@ -37,8 +32,8 @@ def add_best_tokens(graph: ir.Graph) -> None:
     for place, node in enumerate(new):
         node.name = f"best.{place}"
     graph.extend(new)
-    _insert(graph, 1, ids.outputs[0], ir.Value(name=BEST_IDS, type=_INTEGERS, shape=ir.Shape([batch, rows])))
-    _insert(graph, 2, best.outputs[0], ir.Value(name=BEST_LOGITS, type=_FLOATS, shape=ir.Shape([batch, rows])))
+    _add_output(graph, 1, ids.outputs[0], BEST_IDS, ir.DataType.INT64)
+    _add_output(graph, 2, best.outputs[0], BEST_LOGITS, ir.DataType.FLOAT)
 
 
 def add_top_tokens(graph: ir.Graph) -> None:
@@ -46,21 +41,26 @@ def add_top_tokens(graph: ir.Graph) -> None:
 
     Which of the tokens that tie with the last one are among them is up to the engine; `specrt.sampling` counts on none.
     """
-    logits = graph.outputs[0]
-    assert logits.shape is not None
-    batch, rows, size = logits.shape
-    assert isinstance(size, int)
-    count = min(TOP_K, size)
-    top = ir.node(
-        "TopK", [logits, Editor(graph).constant("best.k", np.array([count], np.int64))], num_outputs=2, name="best.top"
-    )
+    size = min(TOP_K, _vocab_size(graph))
+    count = Editor(graph).constant("best.k", np.array([size], np.int64))
+    top = ir.node("TopK", [graph.outputs[0], count], num_outputs=2, name="best.top")
     graph.append(top)
     values, ids = top.outputs
-    _insert(graph, 3, ids, ir.Value(name=TOP_IDS, type=_INTEGERS, shape=ir.Shape([batch, rows, count])))
-    _insert(graph, 4, values, ir.Value(name=TOP_LOGITS, type=_FLOATS, shape=ir.Shape([batch, rows, count])))
+    _add_output(graph, 3, ids, TOP_IDS, ir.DataType.INT64, size)
+    _add_output(graph, 4, values, TOP_LOGITS, ir.DataType.FLOAT, size)
 
 
-def _insert(graph: ir.Graph, place: int, value: ir.Value, described: ir.Value) -> None:
-    """Make a value of the graph an output that is described by another one."""
-    value.name, value.type, value.shape = described.name, described.type, described.shape
+def _vocab_size(graph: ir.Graph) -> int:
+    shape = graph.outputs[0].shape
+    assert shape is not None
+    size = shape[2]
+    assert isinstance(size, int)
+    return size
+
+
+def _add_output(graph: ir.Graph, place: int, value: ir.Value, name: str, dtype: ir.DataType, *last: int) -> None:
+    """Make a value [B, R, *last] an output of the graph."""
+    shape = graph.outputs[0].shape
+    assert shape is not None
+    value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape([*shape[:2], *last])
     graph.outputs.insert(place, value)

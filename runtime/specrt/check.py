@@ -158,6 +158,8 @@ def _is_true_of(row: Row, logits: NDArray[np.float32]) -> bool:
         falling = np.sort(logits)[: -len(top.logits) - 1 : -1]
         if not (np.array_equal(top.logits, falling) and np.array_equal(top.logits, logits[top.ids])):
             return False
+        if len(set(top.ids.tolist())) < len(top.ids):
+            return False
     return int(row.argmax()) == logits.argmax()
 
 

@@ -30,12 +30,13 @@ class DeviceLogits:
         self.host = gpu.allocate_pinned(size)[:size].view(np.float32).reshape(num_rows, spec.vocab_size)
         self.addresses = {"logits": gpu.allocate(size)}
         self._best: PinnedBlock | None = None
-        small = [tensor for tensor in spec.outputs if tensor.name in _SMALL]
+        small = {
+            tensor.name: ((num_rows, *(int(size) for size in tensor.shape[2:])), tensor.dtype)
+            for tensor in spec.outputs
+            if tensor.name in _SMALL
+        }
         if small:
-            sizes = {tensor.name: tuple(size for size in tensor.shape[2:] if isinstance(size, int)) for tensor in small}
-            self._best = PinnedBlock(
-                gpu, {tensor.name: ((num_rows, *sizes[tensor.name]), tensor.dtype) for tensor in small}
-            )
+            self._best = PinnedBlock(gpu, small)
             self.addresses |= self._best.addresses
 
     def download(self, num_rows: int) -> None:

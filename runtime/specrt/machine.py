@@ -171,8 +171,9 @@ def time_calls(target: Engine, *, context: int, calls: int, clock: Callable[[], 
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(calls + 1):
         for width in widths:
+            target.rollback(context)
             started = clock()
-            target.forward([0] * min(width, target.capacity - context), context, width)
+            target.verify([0] * min(width, target.capacity - context))
             if turn:  # the first one binds and warms up
                 seconds[width].append(clock() - started)
     return {width: max(1e-9, statistics.median(times)) for width, times in seconds.items()}  # a clock may be coarse

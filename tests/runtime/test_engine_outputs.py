@@ -3,6 +3,7 @@
 Everything here runs on simulated GPUs. See `simulated_cuda`, `simulated_trt` and `simulated_ort` for the rules.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from specrt.drafters.model import ModelDrafter
 from specrt.engine_bound import BoundEngine
 from specrt.engine_ort import OrtEngine
 from specrt.errors import EngineError, ManifestError, RequestError
+from specrt.machine import time_calls
 from specrt.sampling import Sampler, SamplingParams
 from specrt_profiles.manifest import read_manifest
 
@@ -181,6 +183,12 @@ def test_best_tokens_cost_a_cpu_engine_nothing_to_copy(graphs: dict[str, Path]) 
     assert isinstance(rows, np.ndarray)
     assert np.shares_memory(rows, engine.verify(TOKENS[:4]))
     engine.close()
+
+
+def test_calls_are_timed_as_steps_make_them(engine: BoundEngine) -> None:
+    copies_down(engine)
+    assert time_calls(engine, context=20, calls=2, clock=time.perf_counter).keys() == {2, 4, 6, 10, 16}
+    assert copies_down(engine) == [SMALL["argmax"]] * 15, "five widths, three times: no row"
 
 
 def test_rows_of_an_earlier_call_are_not_there_any_more(engine: BoundEngine) -> None:
