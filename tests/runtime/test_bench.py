@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specrt import LanguageModel, SpecRTError, Statistics
@@ -197,7 +198,7 @@ def test_one_row_engine_is_the_engine_with_calls_of_width_1() -> None:
     engine = ToyEngine(50)
     one = OneRowEngine(engine)
     one.prefill([1, 2, 3])
-    assert one.verify([4]).shape == (1, 50)
+    assert np.asarray(one.verify([4])).shape == (1, 50)
     assert (engine.widths_used, one.verify_widths, one.kv_length) == ([8, 1], (1,), 4)
     one.rollback(2)
     assert (one.kv_length, one.vocab_size, one.capacity) == (2, 50, 64)
