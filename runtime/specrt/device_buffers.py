@@ -48,9 +48,7 @@ class DeviceBuffers:
 class DeviceCall:
     """One call shape: its inputs on the host, its rows of logits, and the address of each of its tensors."""
 
-    def __init__(
-        self, block: PinnedBlock, logits: DeviceLogits, num_rows: int, addresses: Mapping[str, int]
-    ) -> None:  # fmt: skip
+    def __init__(self, block: PinnedBlock, logits: DeviceLogits, num_rows: int, addresses: Mapping[str, int]) -> None:
         self.inputs, self.num_rows, self.addresses = CallInputs(block.arrays), num_rows, addresses
         self._block, self._logits = block, logits
 

@@ -1,7 +1,7 @@
 """Rows of logits on a GPU: copied with every call, or left there until they are asked for.
 
-A row is far larger than everything else that a step moves. Where the graph finds each row's best token by itself
-(`specrt_profiles.profile.Profile.output`), only those tokens come with a call, and a row when its values are used.
+A row is far larger than everything else that a step moves. Where the graph finds each row's best tokens by itself
+(`specrt_profiles.profile.Profile.output`), only those come with a call, and a row when its values are used.
 """
 
 from collections.abc import Sequence
