@@ -22,7 +22,7 @@ from specrt.machine import time_calls
 from specrt.prompts import BenchPrompt
 from specrt.replay import replay
 from specrt.requests import Options, Prompt, prompt_ids
-from specrt.stats import Statistics
+from specrt.stats import PartCounts, Statistics
 
 PLAIN_ONE, PLAIN = "plain-1", "plain"
 _WARM_UP = 8  # tokens
@@ -61,6 +61,7 @@ class BenchRow:
     seconds of drafting per proposed token over those of a call of width 1. rest: share of the time after prefill
     outside drafter and engine calls. spread: (slowest - fastest) / median of the repeats, the median over prompts.
     draft_s, verify_s, rest_s: seconds per token, the mean over all runs. hint: a remark where speculation did not help.
+    parts: drafts, proposed and accepted tokens of each part of a combined drafter, over all runs.
     predicted: tokens_per_s by replay (`specrt.replay`), None unless asked for.
     """
 
@@ -82,7 +83,14 @@ class BenchRow:
     verify_s: float
     rest_s: float
     hint: str | None
+    parts: dict[str, PartCounts]
+    by_part: str
     predicted: float | None = None
+
+    @property
+    def remarks(self) -> list[str]:
+        """What there is to say in words: the share of each part of a combined drafter, and the hint."""
+        return [*([f"accepted by part: {self.by_part}"] if self.by_part else []), *([self.hint] if self.hint else [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +164,7 @@ def format_table(rows: Sequence[BenchRow]) -> str:
             f"{row.over_plain:>10.2f}x {row.block_efficiency:>11.2f} {row.draft_cost_ratio:>11.3f} {row.rest:>6.1%} "
             f"{row.spread:>7.0%} {row.acceptance_rate:>9.0%}  {shares:<{last}}"
         )
-    hints = [f"{row.setting}: {row.hint}" for row in rows if row.category == "all" and row.hint]
+    hints = [f"{row.setting}: {text}" for row in rows if row.category == "all" for text in row.remarks]
     return "\n".join([*lines, *([""] if hints else []), *hints])
 
 
@@ -232,7 +240,7 @@ def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
         draft_cost_ratio=_ratio(draft_s, call_s), rest=_ratio(every.rest_s, every.decode_s),
         spread=statistics.median(spreads) if spreads else 0.0, draft_s=_ratio(every.draft_s, tokens),
         verify_s=_ratio(every.verify_s, tokens), rest_s=_ratio(every.rest_s, tokens),
-        hint=every.hint if over_plain < 1 else None,
+        hint=every.hint if over_plain < 1 else None, parts=every.parts, by_part=every.by_part,
     )  # fmt: skip
 
 
