@@ -240,7 +240,7 @@ def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
         draft_cost_ratio=_ratio(draft_s, call_s), rest=_ratio(every.rest_s, every.decode_s),
         spread=statistics.median(spreads) if spreads else 0.0, draft_s=_ratio(every.draft_s, tokens),
         verify_s=_ratio(every.verify_s, tokens), rest_s=_ratio(every.rest_s, tokens),
-        hint=every.hint if over_plain < 1 else None, parts=every.parts, by_part=every.by_part,
+        hint=every.hint if over_plain < 1 else None, parts=every.parts, by_part=every.by_part(),
     )  # fmt: skip
 
 

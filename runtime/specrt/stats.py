@@ -152,9 +152,8 @@ class Statistics:
         counts.num_proposed += num_proposed
         counts.num_accepted += num_accepted
 
-    @property
     def by_part(self) -> str:
-        """What each part of a combined drafter did, in words; empty for other drafters."""
+        """Return what each part of a combined drafter did, in words; empty for other drafters."""
         return ", ".join(
             f"{name} {part.num_accepted} of {part.num_proposed} in {part.num_drafts} drafts"
             for name, part in self.parts.items()
@@ -226,7 +225,7 @@ class Statistics:
             f"drafter {self.drafter}",
             f"steps {self.num_steps}, block efficiency {self.block_efficiency:.2f}",
             f"accepted {self.num_accepted} of {self.num_proposed} ({self.acceptance_rate:.0%})"
-            f"{f': {self.by_part}' if self.parts else ''}",
+            f"{f': {self.by_part()}' if self.parts else ''}",
             f"draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s, rest {self.rest_s:.2f} s",
         ]
         return " | ".join(parts + ([f"hint: {self.hint}"] if self.hint else []))
