@@ -220,8 +220,9 @@ class LanguageModel:
         k = how.k if repeatable or not how.adaptive else None
         max_step_s = (how.max_step_ms or math.inf) / 1e3
         if parts is None:
-            adaptive = AdaptiveController(self._costs, first=how.k, max_step_s=max_step_s)
-            return drafters[0], adaptive if k is None else FixedController(k)
+            if k is not None:
+                return drafters[0], FixedController(k)
+            return drafters[0], AdaptiveController(self._costs, first=how.k, max_step_s=max_step_s)
         lookup, neural = drafters
         choice = (
             SureController(how.k)
