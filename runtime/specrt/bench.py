@@ -22,7 +22,7 @@ from specrt.machine import time_calls
 from specrt.prompts import BenchPrompt
 from specrt.replay import replay
 from specrt.requests import Options, Prompt, prompt_ids
-from specrt.stats import PartCounts, Statistics
+from specrt.stats import PartCounts, Statistics, describe_parts
 
 PLAIN_ONE, PLAIN = "plain-1", "plain"
 _WARM_UP = 8  # tokens
@@ -84,13 +84,13 @@ class BenchRow:
     rest_s: float
     hint: str | None
     parts: dict[str, PartCounts]
-    by_part: str
     predicted: float | None = None
 
     @property
     def remarks(self) -> list[str]:
         """What there is to say in words: the share of each part of a combined drafter, and the hint."""
-        return [*([f"accepted by part: {self.by_part}"] if self.by_part else []), *([self.hint] if self.hint else [])]
+        by_part = [f"accepted by part: {describe_parts(self.parts)}"] if self.parts else []
+        return by_part + ([self.hint] if self.hint else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
         draft_cost_ratio=_ratio(draft_s, call_s), rest=_ratio(every.rest_s, every.decode_s),
         spread=statistics.median(spreads) if spreads else 0.0, draft_s=_ratio(every.draft_s, tokens),
         verify_s=_ratio(every.verify_s, tokens), rest_s=_ratio(every.rest_s, tokens),
-        hint=every.hint if over_plain < 1 else None, parts=every.parts, by_part=every.by_part(),
+        hint=every.hint if over_plain < 1 else None, parts=every.parts,
     )  # fmt: skip
 
 

@@ -38,6 +38,13 @@ class PartCounts:
     num_accepted: int = 0
 
 
+def describe_parts(parts: Mapping[str, PartCounts]) -> str:
+    """Return the accepted and proposed tokens and the drafts of each part, in words."""
+    return ", ".join(
+        f"{name} {part.num_accepted} of {part.num_proposed} in {part.num_drafts} drafts" for name, part in parts.items()
+    )
+
+
 @dataclass(slots=True)
 class Statistics:
     """Counts and seconds of one request.
@@ -152,13 +159,6 @@ class Statistics:
         counts.num_proposed += num_proposed
         counts.num_accepted += num_accepted
 
-    def by_part(self) -> str:
-        """Return what each part of a combined drafter did, in words; empty for other drafters."""
-        return ", ".join(
-            f"{name} {part.num_accepted} of {part.num_proposed} in {part.num_drafts} drafts"
-            for name, part in self.parts.items()
-        )
-
     @property
     def _plain_call_s(self) -> float | None:
         """Seconds that a plain step's call would have taken in this run; None where `call_s` is unknown.
@@ -225,7 +225,7 @@ class Statistics:
             f"drafter {self.drafter}",
             f"steps {self.num_steps}, block efficiency {self.block_efficiency:.2f}",
             f"accepted {self.num_accepted} of {self.num_proposed} ({self.acceptance_rate:.0%})"
-            f"{f': {self.by_part()}' if self.parts else ''}",
+            f"{f': {describe_parts(self.parts)}' if self.parts else ''}",
             f"draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s, rest {self.rest_s:.2f} s",
         ]
         return " | ".join(parts + ([f"hint: {self.hint}"] if self.hint else []))

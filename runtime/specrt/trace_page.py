@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specrt.page import PHASES, page, series_legend, shown, tiles
+from specrt.stats import describe_parts
 from specrt.svg import Series, stacked
 from specrt.text import Tokenizer
 from specrt.trace import ORIGINS, Guess, Piece, Trace, TracedStep
@@ -86,7 +87,7 @@ def _summary(trace: Trace) -> str:
     ]
     if stats.estimated_speedup is not None and stats.num_proposed:
         facts[0] = (f"{stats.tokens_per_s:.1f}", f"tokens/s, about {stats.estimated_speedup:.2f} x plain")
-    parts = f'<p class="soft">Accepted by part: {shown(stats.by_part())}.</p>' if stats.parts else ""
+    parts = f'<p class="soft">Accepted by part: {shown(describe_parts(stats.parts))}.</p>' if stats.parts else ""
     hint = f'<p class="hint">{shown(stats.hint)}</p>' if stats.hint else ""
     return tiles(facts) + parts + hint
 

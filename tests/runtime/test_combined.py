@@ -16,6 +16,7 @@ from specrt.drafters import Drafter
 from specrt.drafters.combined import SURE, CombinedController, CombinedDrafter, SureController
 from specrt.drafters.model import ModelDrafter
 from specrt.errors import RequestError
+from specrt.stats import describe_parts
 from toy import ToyEngine, hashed_logits
 
 V, K = 5, 3
@@ -75,7 +76,7 @@ def test_parts_add_up(coupling: str) -> None:
     for name in ("num_drafts", "num_proposed", "num_accepted"):
         assert sum(getattr(part, name) for part in stats.parts.values()) == getattr(stats, name) > 0
     assert stats.to_dict()["parts"]["model"]["num_drafts"] == stats.parts["model"].num_drafts
-    assert stats.by_part() in stats.summary()
+    assert describe_parts(stats.parts) in stats.summary()
     total = type(stats).combined([stats, stats])
     assert total.parts["lookup"].num_proposed == 2 * stats.parts["lookup"].num_proposed
     assert set(stats.parts) == {"lookup", "model"}, "what was combined is another object"
@@ -252,7 +253,7 @@ def test_clocks_that_lie_change_no_token(k: int | None) -> None:
             ToyEngine(V), drafter, controller=choice, max_tokens=70, temperature=0.8, seed=3, clock=clock
         )
         assert ids == plain
-        seen.add(loop.stats.by_part())
+        seen.add(describe_parts(loop.stats.parts))
     assert len(seen) > 1, "the clocks had no influence, so nothing was tested"
 
 

@@ -58,7 +58,10 @@ def write_draft(
 
     documents: licence and the like of the target, which travel with the draft.
     """
-    draft.load_state_dict(dict(weights), strict=False)
+    parameters = dict(draft.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            parameters[name].copy_(value)
     draft.to(torch.bfloat16)
     with staging(path) as folder:
         draft.save_pretrained(folder)
