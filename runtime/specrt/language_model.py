@@ -179,7 +179,7 @@ class LanguageModel:
             template_kwargs=given.get("chat_template_kwargs"),
         )  # fmt: skip
         params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
-        named = given.get("drafter") or (self.choice and self.choice.drafter) or manifest.default_drafter
+        named = str(given.get("drafter") or (self.choice and self.choice.drafter) or manifest.default_drafter)
         names = (*manifest.drafter_names, *([named] if manifest.parts(named) else []))
         how = resolve_speculation(
             given, drafters={name: manifest.default_k(name) for name in names}, default=manifest.default_drafter,
