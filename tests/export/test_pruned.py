@@ -180,6 +180,22 @@ def test_a_draft_that_is_the_target_has_nothing_to_learn(model: Any, tmp_path: P
     assert 0 <= found - plain < 0.02
 
 
+def test_the_distance_to_the_target_counts(model: Any, tmp_path: Path) -> None:
+    found = []
+    for regression in (0.0, 0.5):
+        training, _ = healing(model, tmp_path / str(regression), replace(PLAN, regression=regression), layers=(0, 5))
+        batch = training._dataset.batch(0, np.array([2, 3]))
+        with torch.no_grad():
+            found.append(float(training._loss(batch, torch.Generator().manual_seed(0))))
+            given = training._read(batch)
+    use = batch.weights > 0
+    gap = (given[use] - batch.wanted[use]).abs()
+    each = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean(-1)
+    expected = 0.5 * float((each * batch.weights[use]).sum() / batch.weights[use].sum())
+    assert expected > 0.01
+    assert found[1] - found[0] == pytest.approx(expected, rel=1e-3)
+
+
 def test_each_row_learns_what_the_target_said_there(model: Any, tmp_path: Path) -> None:
     training, _ = healing(model, tmp_path, PLAN, layers=(0, 5))
     text = shard([40, 30, 40, 50])

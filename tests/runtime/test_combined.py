@@ -82,6 +82,17 @@ def test_parts_add_up(coupling: str) -> None:
     assert set(stats.parts) == {"lookup", "model"}, "what was combined is another object"
 
 
+def test_parts_add_up_where_a_stop_cuts_a_block() -> None:
+    cut = 0
+    for end in range(V):
+        loop = run(ToyEngine(V), combined(), k=K, max_tokens=60, eos=(end,))[1]
+        stats = loop.stats
+        for name in ("num_drafts", "num_proposed", "num_accepted"):
+            assert sum(getattr(part, name) for part in stats.parts.values()) == getattr(stats, name)
+        cut += sum((rows - 1) * count for rows, count in stats.calls_by_rows.items()) > stats.num_proposed
+    assert cut, "no stop cut a block, so nothing was tested"
+
+
 def test_the_lookup_goes_first_where_it_is_sure_and_nowhere_else() -> None:
     asked: list[int] = []
 
