@@ -22,7 +22,7 @@ from specrt_export.cli_distill import distill_command
 from specrt_export.distill.data import Dataset, load_texts
 from specrt_export.distill.features import collect, decoder_layers
 from specrt_export.distill.heal import HEALING, Healing, HealingTexts, chains
-from specrt_export.distill.prune import influence, kept_layers, pruned
+from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_layers
 from specrt_export.distill.rows import FIXED, GREEDY, SAMPLED, USER
 from specrt_export.distill.run import DistillRequest, distill
 from specrt_export.distill.shards import TextShard, shard_path, write_shard
@@ -99,9 +99,14 @@ def test_first_and_last_stay_whatever_they_change() -> None:
     assert kept_layers(influences, 2) == (0, 5)
     assert kept_layers(influences, 4) == (0, 1, 4, 5)
     assert kept_layers(influences, 5) == (0, 1, 2, 4, 5)
-    for count in (1, 6):
-        with pytest.raises(ExportError, match=f"expected --layers 2 to 5, fewer than the model's 6, found {count}"):
-            kept_layers(influences, count)
+
+
+def test_how_many_layers_can_stay() -> None:
+    assert [resolve_layers(None, count) for count in (3, 8, 30)] == [2, 2, 7]
+    assert resolve_layers(5, 6) == 5
+    for asked, count in ((1, 6), (6, 6), (None, 2)):
+        with pytest.raises(ExportError, match=f"from 2 on and fewer than the model's {count}, found {asked or 2}"):
+            resolve_layers(asked, count)
 
 
 def test_layers_that_do_nothing_can_go_without_a_trace(model: Any) -> None:
@@ -276,7 +281,7 @@ def test_going_on_after_interrupts_ends_at_the_same_draft(source: Path, healed: 
 
 def test_without_epochs_layers_are_only_dropped(source: Path, healed: Path, tmp_path: Path) -> None:
     out = tmp_path / "cut"
-    wanted = request(source, tmp_path, out=out, work=healed / "work", layers=4, training=replace(PLAN, epochs=0))
+    wanted = request(source, tmp_path, out=out, work=healed / "work", training=replace(PLAN, epochs=0))
     assert distill(wanted, silent()) == out
     card, target, draft = card_of(out), state_of(source), state_of(out)
     assert (card["updates"], card["loss"], card["agreement"]) == (0, None, card["agreement_before"])
@@ -300,12 +305,12 @@ def test_what_is_refused(source: Path, healed: Path, tmp_path: Path) -> None:
     for changes, text in (
         ({"out": source}, "expected the folder of an earlier pruned draft or a new one, found other things"),
         ({"out": tmp_path / "none" / "draft"}, "there is no folder"),
-        ({"layers": 6, **work}, "expected --layers 2 to 5"),
+        ({"layers": 6}, "expected --layers from 2 on and fewer than the model's 6, found 6"),
         ({"training": replace(PLAN, epochs=9), **work}, "of a training with epochs 4, not 9"),
     ):
         with pytest.raises(ExportError, match=text):
             distill(request(source, tmp_path, **changes), silent())
-    assert not [path for path in tmp_path.iterdir() if path.name != "work"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

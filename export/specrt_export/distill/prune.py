@@ -39,14 +39,23 @@ def influence(model: Any, shard: TextShard, *, num_tokens: int) -> tuple[float, 
     return tuple(round(value, 6) for value in (total / tokens).tolist())
 
 
+def resolve_layers(asked: int | None, num_layers: int) -> int:
+    """Return how many of a model's `num_layers` a draft keeps, a quarter unless asked otherwise.
+
+    Raises `ExportError` unless these are at least 2, and fewer than there are.
+    """
+    kept = max(2, num_layers // 4) if asked is None else asked
+    if not 2 <= kept < num_layers:
+        raise ExportError(f"expected --layers from 2 on and fewer than the model's {num_layers}, found {kept}")
+    return kept
+
+
 def kept_layers(influences: Sequence[float], num_layers: int) -> tuple[int, ...]:
     """Return the layers of a draft of `num_layers`, ascending: the first, the last, and those with most influence.
 
-    influences: of all layers but the last. Raises `ExportError` unless 2 <= num_layers < those there are.
+    influences: of all layers but the last.
     """
     last = len(influences)
-    if not 2 <= num_layers <= last:
-        raise ExportError(f"expected --layers 2 to {last}, fewer than the model's {last + 1}, found {num_layers}")
     ranked = sorted(range(1, last), key=lambda layer: (-influences[layer], layer))
     return tuple(sorted({0, last, *ranked[: num_layers - 2]}))
 

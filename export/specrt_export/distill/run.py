@@ -16,11 +16,11 @@ from specrt_export.checkpoint import resolve
 from specrt_export.distill.card import Card, Target, check_head_path, fingerprint_of, write_head
 from specrt_export.distill.data import Dataset, Texts, coverage, draft_vocabulary, load_texts
 from specrt_export.distill.draft import DraftCard, check_draft_path, write_draft
-from specrt_export.distill.features import check_output, collect
+from specrt_export.distill.features import check_output, collect, decoder_layers
 from specrt_export.distill.head import Layout, feature_layers, head_for
 from specrt_export.distill.heal import Healing, HealingTexts
 from specrt_export.distill.loss import block_efficiency, by_step
-from specrt_export.distill.prune import influence, kept_layers, pruned
+from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_layers
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.shards import read_shard, shard_path
 from specrt_export.distill.train import Trainer, Training, TrainingPlan
@@ -96,6 +96,8 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
         checkpoint = resolve(request.model, revision=request.revision, cache_dir=request.cache_dir, on_bytes=on_bytes)
     config = support.load_config(checkpoint)
     support.model_class(config)
+    if request.layout == "pruned":
+        resolve_layers(request.layers, int(config.num_hidden_layers))  # text takes hours: refuse before
     layers = () if request.layout == "pruned" else feature_layers(config, request.layout)
     tokenizer = load_tokenizer(checkpoint)
     starts, complete = user_starts(tokenizer, request.prompts)
@@ -103,6 +105,7 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
         model = load_model(checkpoint)
         weights = fingerprint_of(model)
         check_output(model, tokenizer.encode(_TEXT))
+        decoder_layers(model)
     template = template_of(tokenizer, model.generation_config.eos_token_id)
     plan = WritingPlan(template=template, starts=starts, complete=complete)
     work = open_work(request.work, _about_text(request, weights, plan))
@@ -180,7 +183,7 @@ def _prune(
     """Drop layers, heal what is left, and write it; nothing is healed where `epochs` is 0."""
     request, plan = call.request, call.request.training
     influences = influence(model, texts[0].text, num_tokens=_INFLUENCE)
-    layers = kept_layers(influences, request.layers or max(2, (len(influences) + 1) // 4))
+    layers = kept_layers(influences, resolve_layers(request.layers, len(influences) + 1))
     draft = pruned(model, layers)
     total = sum(len(part.text.tokens) for part in texts)
     training, held = _healing(model, draft, texts, request, held_out=min(_HELD_OUT, total // 16))
@@ -191,9 +194,9 @@ def _prune(
     )
     path = work.checkpoint(f"pruned-{len(layers)}")
     about = {"tokens": total, "vocabulary": request.vocabulary_size, "layers": list(layers), **asdict(plan)}
-    if path.is_file():
-        training.restore(path, about)
     if plan.epochs:
+        if path.is_file():
+            training.restore(path, about)
         _loop(call, training, held, path, about)
     agreed, state = training.measure(held), training.state
     card = DraftCard(
