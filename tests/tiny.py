@@ -211,7 +211,7 @@ def assert_lossless(artifact: Path, cache_dir: Path) -> None:
                 options = {"max_tokens": 30, "ignore_eos": True, "temperature": temperature, "seed": 3}
                 plain = model.generate(prompt, k=0, **options)
                 assert len(plain.token_ids) == 30
-                for drafter in model.manifest.all_drafters:
+                for drafter in model.manifest.drafter_names:
                     result = model.generate(prompt, k=5, drafter=drafter, **options)
                     assert result.token_ids == plain.token_ids
                     num_proposed += result.stats.num_proposed

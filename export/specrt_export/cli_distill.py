@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,10 +16,23 @@ from specrt_export.cli import begin, default_cache_dir
 Examples:
   specrt distill smollm2-135m -o heads/smollm2.safetensors
   specrt distill ./my-model --drafter eagle3 --prompts questions.jsonl -o heads/mine.safetensors
+  specrt distill smollm2-135m --drafter pruned --layers 8 -o drafts/smollm2-8
   specrt distill smollm2-135m --tokens 100000 --minutes 30 -o heads/trial.safetensors""")  # fmt: skip
 @click.argument("model")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="File to write, .safetensors.")
-@click.option("--drafter", type=click.Choice(["eagle", "eagle3"]), default="eagle", help="Layout.", show_default=True)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="File to write, .safetensors; a folder for pruned.",
+)
+@click.option(
+    "--drafter",
+    type=click.Choice(["eagle", "eagle3", "pruned"]),
+    default="eagle",
+    show_default=True,
+    help="A head's layout, or MODEL with fewer layers.",
+)
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=1_000_000, help="How much text MODEL writes.", show_default=True
 )
@@ -29,9 +43,16 @@ Examples:
     "--work", type=click.Path(path_type=Path), help="Folder for text and checkpoints.  [default: OUT's .work]"
 )
 @click.option("--minutes", type=click.FloatRange(min=0), help="End after this time; the same command goes on.")
-@click.option("--epochs", type=click.IntRange(min=1), help="Times the text is read.  [default: 8]")
 @click.option(
-    "--vocabulary", type=click.IntRange(min=2), default=6144, help="Tokens the head can guess.", show_default=True
+    "--epochs", type=click.IntRange(min=0), help="Times the text is read; 0 only prunes.  [default: 8, pruned: 3]"
+)
+@click.option("--layers", type=click.IntRange(min=2), help="Layers of a pruned draft.  [default: a quarter of MODEL's]")
+@click.option(
+    "--vocabulary",
+    type=click.IntRange(min=2),
+    default=6144,
+    show_default=True,
+    help="Tokens the head can guess, or that a pruned draft is healed for above all.",
 )
 @click.option("--ffn", type=click.IntRange(min=1), help="Width of the feed-forward layer.  [default: MODEL's]")
 @click.option("--threads", type=click.IntRange(min=1), help="Processor cores to use.  [default: all]")
@@ -40,25 +61,34 @@ Examples:
     "--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept."
 )
 def distill_command(
-    model: str, out: Path, drafter: Literal["eagle", "eagle3"], tokens: int, prompts: Path | None, work: Path | None,
-    minutes: float | None, epochs: int | None, vocabulary: int, ffn: int | None, threads: int | None,
-    revision: str | None, cache_dir: Path,
+    model: str, out: Path, drafter: Literal["eagle", "eagle3", "pruned"], tokens: int, prompts: Path | None,
+    work: Path | None, minutes: float | None, epochs: int | None, layers: int | None, vocabulary: int, ffn: int | None,
+    threads: int | None, revision: str | None, cache_dir: Path,
 ) -> None:  # fmt: skip
-    """Train a drafter head for MODEL, without a data set.
+    """Train a drafter head for MODEL, or a draft of fewer layers, without a data set.
 
     MODEL writes prompts and answers, or answers to your prompts; the head learns to guess what MODEL says next from
     what it computes anyway. Everything is kept in the work folder, so that the same command goes on after an
     interrupt. Prints the file written to standard output; beside it lies a card, .json, with how well the head guesses.
+
+    With --drafter pruned the layers that change least are dropped, and what is left learns to say what MODEL says.
+    OUT is a transformers directory then, for 'specrt export MODEL --draft OUT'; its card is draft.json.
     """
+    if drafter == "pruned" and ffn is not None:
+        raise click.UsageError("--ffn is of heads: --drafter pruned keeps MODEL's")
+    if drafter != "pruned" and (layers is not None or epochs == 0):
+        raise click.UsageError(f"{'--layers' if epochs != 0 else '--epochs 0'} needs --drafter pruned")
     begin()
+    from specrt_export.distill.heal import HEALING
     from specrt_export.distill.run import DistillRequest, distill
     from specrt_export.distill.train import TrainingPlan
     from specrt_export.progress import Progress
 
+    plan = HEALING if drafter == "pruned" else TrainingPlan()
     request = DistillRequest(
         model=model, layout=drafter, out=out, work=work or out.with_suffix(".work"), tokens=tokens, prompts=prompts,
-        minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, threads=threads or os.cpu_count() or 1,
-        training=TrainingPlan() if epochs is None else TrainingPlan(epochs=epochs), revision=revision,
+        minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, layers=layers, threads=threads or os.cpu_count() or 1,
+        training=plan if epochs is None else replace(plan, epochs=epochs), revision=revision,
         cache_dir=cache_dir, command=shlex.join(["specrt", *sys.argv[1:]]),
     )  # fmt: skip
     written = distill(request, Progress())

@@ -20,6 +20,8 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"  # present if the model has one
 GENERATION_FILE = "generation.json"
 DrafterKind = Literal["ngram", "suffix", "model"]
 MODEL_FREE: tuple[DrafterKind, ...] = ("ngram", "suffix")  # drafters that need no files: every artifact has them
+COMBINED = "combined"  # stands for LOOKUP and the first drafter that the artifact brings; see `Manifest.parts`
+LOOKUP: DrafterKind = "suffix"
 _FORMAT: Literal["specrt-artifact"] = "specrt-artifact"
 
 
@@ -144,6 +146,19 @@ class Manifest:
     def all_drafters(self) -> dict[str, DrafterSpec]:
         """The drafters that can be asked for: those that need no files, then those that the artifact brings."""
         return {**{kind: DrafterSpec(kind=kind) for kind in MODEL_FREE}, **self.drafters}
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The names of `all_drafters`, and `combined` if there is anything to combine."""
+        return (*self.all_drafters, *([COMBINED] if self.parts(COMBINED) else []))
+
+    def parts(self, drafter: str) -> tuple[str, str] | None:
+        """Return the lookup and the neural drafter that `combined` or a name such as `ngram+model` stands for."""
+        neural = [name for name, spec in self.drafters.items() if spec.kind not in MODEL_FREE]
+        if drafter == COMBINED and neural:
+            return LOOKUP, neural[0]
+        lookup, _, other = drafter.partition("+")
+        return (lookup, other) if lookup in MODEL_FREE and other in neural else None
 
     def default_k(self, drafter: str) -> int:
         """Return the k of a request that names none: the profile's for a draft model, else the most there is.

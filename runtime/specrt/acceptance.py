@@ -33,13 +33,15 @@ class Proposal:
     probs: None for tokens accepted by match; else [k, V], row j the very law that token j was drawn from. confidence:
     how likely each token is accepted where those before it are, as far as the drafter knows; it must not depend on
     tokens that were sampled. parents: None for a chain; else the node that each token follows, -1 for the last
-    committed token. Parents come before their children, and siblings differ.
+    committed token. Parents come before their children, and siblings differ. part: which part of a combined drafter
+    guessed them.
     """
 
     token_ids: tuple[int, ...] = ()
     probs: Array | None = None
     confidence: float = 0.7
     parents: tuple[int, ...] | None = None
+    part: str | None = None
 
     def first(self, count: int) -> "Proposal":
         """Return the proposal of the first `count` tokens."""

@@ -20,7 +20,7 @@ from specrt.prompts import BenchPrompt
 from specrt.replay import replay
 from specrt.requests import Options, Prompt, prompt_ids
 from specrt.rows import Rows
-from specrt.stats import Statistics
+from specrt.stats import PartCounts, Statistics, describe_parts
 
 PLAIN_ONE, PLAIN = "plain-1", "plain"
 _WARM_UP = 8  # tokens
@@ -59,6 +59,7 @@ class BenchRow:
     seconds of drafting per proposed token over those of a call of width 1. rest: share of the time after prefill
     outside drafter and engine calls. spread: (slowest - fastest) / median of the repeats, the median over prompts.
     draft_s, verify_s, rest_s: seconds per token, the mean over all runs. hint: a remark where speculation did not help.
+    parts: drafts, proposed and accepted tokens of each part of a combined drafter, over all runs.
     predicted: tokens_per_s by replay (`specrt.replay`), None unless asked for.
     """
 
@@ -80,7 +81,14 @@ class BenchRow:
     verify_s: float
     rest_s: float
     hint: str | None
+    parts: dict[str, PartCounts]
     predicted: float | None = None
+
+    @property
+    def remarks(self) -> list[str]:
+        """What there is to say in words: the share of each part of a combined drafter, and the hint."""
+        by_part = [f"accepted by part: {describe_parts(self.parts)}"] if self.parts else []
+        return by_part + ([self.hint] if self.hint else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +162,7 @@ def format_table(rows: Sequence[BenchRow]) -> str:
             f"{row.over_plain:>10.2f}x {row.block_efficiency:>11.2f} {row.draft_cost_ratio:>11.3f} {row.rest:>6.1%} "
             f"{row.spread:>7.0%} {row.acceptance_rate:>9.0%}  {shares:<{last}}"
         )
-    hints = [f"{row.setting}: {row.hint}" for row in rows if row.category == "all" and row.hint]
+    hints = [f"{row.setting}: {text}" for row in rows if row.category == "all" for text in row.remarks]
     return "\n".join([*lines, *([""] if hints else []), *hints])
 
 
@@ -230,7 +238,7 @@ def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
         draft_cost_ratio=_ratio(draft_s, call_s), rest=_ratio(every.rest_s, every.decode_s),
         spread=statistics.median(spreads) if spreads else 0.0, draft_s=_ratio(every.draft_s, tokens),
         verify_s=_ratio(every.verify_s, tokens), rest_s=_ratio(every.rest_s, tokens),
-        hint=every.hint if over_plain < 1 else None,
+        hint=every.hint if over_plain < 1 else None, parts=every.parts,
     )  # fmt: skip
 
 

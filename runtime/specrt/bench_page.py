@@ -63,7 +63,7 @@ def _best(every: Sequence[BenchRow]) -> str:
 
 
 def _hints(every: Sequence[BenchRow]) -> str:
-    hints = [shown(f"{row.setting}: {row.hint}") for row in every if row.hint]
+    hints = [shown(f"{row.setting}: {text}") for row in every for text in row.remarks]
     return f'<p class="hint">{"<br>".join(hints)}</p>' if hints else ""
 
 

@@ -89,7 +89,7 @@ def bench(
     ks = ks or ([given.pop("k")] if "k" in given else [3, 5, 9])
     texts = load_prompts(prompts, limit=limit)
     with load(artifact, device=device, threads=threads) as model:
-        drafters = given.pop("drafter", tuple(model.manifest.all_drafters))
+        drafters = given.pop("drafter", model.manifest.drafter_names)
         with options.progress(num_runs(len(texts), drafters, ks, repeats)) as advance:
             rows = run_bench(
                 model, texts, drafters=drafters, ks=ks, repeats=repeats, options=given,

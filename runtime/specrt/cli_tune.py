@@ -55,7 +55,7 @@ def tune(
     if max_step_ms is not None:
         given["max_step_ms"] = max_step_ms
     with load(artifact, device=device, threads=threads) as model:
-        names = drafters or tuple(model.manifest.all_drafters)
+        names = drafters or model.manifest.drafter_names
         runs = num_runs(len(texts), len(names), len(model.target.verify_widths), repeats)
         with options.progress(runs) as advance:
             report = run_tune(

@@ -118,20 +118,66 @@ class CallCosts:
             self._seconds[other] *= ratio ** (2 * _LEARN if other == width else _LEARN)
 
 
+class Account:
+    """Seconds that the steps of a request gained over plain decoding, less what they lost; see the module's text."""
+
+    def __init__(self, costs: CallCosts) -> None:
+        self._costs = costs
+        self._balance = CREDIT * costs.of(1) / 4
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something may be risked."""
+        return self._balance > 0
+
+    def book(self, num_tokens: int, spent: float) -> None:
+        """Take in a step that gave `num_tokens` tokens in `spent` seconds."""
+        plain_s = self._costs.of(1)
+        self._balance = min(CREDIT * plain_s, self._balance + num_tokens * plain_s - spent + RISK * spent)
+
+
 class AdaptiveController:
     """Picks the k that pays most; see the module's text.
 
     costs: shared between requests. first: k of the first proposal of a drafter whose cost is not known yet.
-    max_step_s: how long drafting and call may take; plain steps are not held to it.
+    max_step_s: how long drafting and call may take; plain steps are not held to it. account: shared with the other
+    drafters of the request, its own if left out.
     """
 
-    def __init__(self, costs: CallCosts, *, first: int, max_step_s: float = math.inf) -> None:
+    def __init__(
+        self, costs: CallCosts, *, first: int, max_step_s: float = math.inf, account: Account | None = None
+    ) -> None:
         self._costs, self._first, self._max_step_s = costs, first, max_step_s
         self._classes: dict[float, tuple[float, float]] = {}  # confidence -> accepted, seen
         self._latest: float | None = None
         self._token_s = self._proposal_s = 0.0  # of drafting
-        self._account = CREDIT * costs.of(1) / 4
+        self._account = account or Account(costs)
         self._rest = self._rejected = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a proposal of the drafter has been seen, so that its cost is known."""
+        return self._latest is not None
+
+    def speed(self, k: int, confidence: float | None = None) -> float:
+        """Return the tokens per second to expect of k guesses.
+
+        confidence: of a proposal that is there, whose cost is spent; None for one that is still to be drafted, which is
+        taken to be like the latest.
+        """
+        drafting = k * self._token_s if confidence is None else 0.0
+        rate = self.rate((self._latest or 0.0) if confidence is None else confidence)
+        return expected_tokens(rate, k) / (self._costs.of(k + 1) + drafting)
+
+    def rate(self, confidence: float) -> float:
+        """Return the share of guesses of this confidence to expect accepted where those before them are."""
+        accepted, seen = self._classes.get(confidence, (0.0, 0.0))
+        return (accepted + TRUST * confidence) / (seen + TRUST)
+
+    def stand_by(self) -> None:
+        """Take note of a step without this drafter: what is known about it grows old."""
+        self._rest = max(0, self._rest - 1)
+        self._classes = {key: (a * FADE, n * FADE) for key, (a, n) in self._classes.items()}
 
     def limit(self, most: int) -> int:
         """Return `most` for a drafter that costs nothing, else the k that pays by the latest proposals."""
@@ -141,7 +187,7 @@ class AdaptiveController:
             return most
         if self._rest:
             return 0
-        best = self._best(self._rate(self._latest), most, self._token_s)
+        best = self._best(self.rate(self._latest), most, self._token_s)
         return best if best and self._may_risk() else self._probe(most)
 
     def keep(self, proposal: Proposal) -> int:
@@ -150,20 +196,16 @@ class AdaptiveController:
         free = min(proposed, self._costs.widths[0] - 1)
         if not self._may_risk():
             return free
-        return max(free, self._best(self._rate(proposal.confidence), proposed, 0.0))
+        return max(free, self._best(self.rate(proposal.confidence), proposed, 0.0))
 
     def learn(self, step: Step) -> None:
         """Update rates, costs and account."""
         verified = len(step.proposal.token_ids)
-        plain_s = self._costs.of(1)
-        spent = step.draft_s + self._costs.of(verified + 1)
-        gain = (step.num_accepted + 1) * plain_s - spent
-        self._account = min(CREDIT * plain_s, self._account + gain + RISK * spent)
+        self._account.book(step.num_accepted + 1, step.draft_s + self._costs.of(verified + 1))
         self._costs.learn(verified + 1, step.verify_s)
         if not verified:
             if self._rest:
-                self._rest -= 1
-                self._classes = {key: (a * FADE, n * FADE) for key, (a, n) in self._classes.items()}
+                self.stand_by()
             return
         self._token_s = _follow(self._token_s, step.draft_s / step.num_drafted)
         self._proposal_s = _follow(self._proposal_s, step.draft_s)
@@ -173,12 +215,8 @@ class AdaptiveController:
         self._classes[self._latest] = accepted * KEEP + step.num_accepted, seen * KEEP + tried
         self._rejected = 0 if step.num_accepted else self._rejected + 1
 
-    def _rate(self, confidence: float) -> float:
-        accepted, seen = self._classes.get(confidence, (0.0, 0.0))
-        return (accepted + TRUST * confidence) / (seen + TRUST)
-
     def _may_risk(self) -> bool:
-        return self._account > 0 and self._rejected < MAX_REJECTED
+        return self._account.is_open and self._rejected < MAX_REJECTED
 
     def _best(self, rate: float, most: int, draft_s: float) -> int:
         sizes = {0, most, *(width - 1 for width in self._costs.widths if width <= most)}
@@ -193,7 +231,7 @@ class AdaptiveController:
     def _probe(self, most: int) -> int:
         """Rest, unless the account can pay for a guess that fills the narrowest call."""
         self._rest = PROBE
-        return min(most, self._costs.widths[0] - 1) if self._account > 0 else 0
+        return min(most, self._costs.widths[0] - 1) if self._account.is_open else 0
 
 
 def _follow(known: float, seen: float) -> float:

@@ -23,7 +23,7 @@ def show(folder: Path) -> str:
     rows = [("artifact", [f"{folder}: {megabytes:.0f} MB in {len(manifest.files)} files, schema {manifest.schema}"])]
     rows += [(name, _engine(engine)) for name, engine in manifest.engines.items()]
     ends = ", ".join(map(str, vocabulary.eos_token_ids)) or "none"
-    drafters = f"{', '.join([*manifest.all_drafters, 'none'])}; default {manifest.default_drafter}"
+    drafters = f"{', '.join([*manifest.drafter_names, 'none'])}; default {manifest.default_drafter}"
     tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
     rows += [
         ("vocabulary", [f"{vocabulary.num_tokens} tokens, end ids {ends}, fingerprint {vocabulary.fingerprint[:12]}"]),

@@ -12,6 +12,7 @@ from typing import Any, Self, Unpack
 
 from specrt.control import AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter, NoDrafter
+from specrt.drafters.combined import CombinedController, CombinedDrafter, SureController
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.drafters.suffix import SuffixCache, SuffixDrafter
@@ -23,18 +24,17 @@ from specrt.prefix_cache import PrefixCache
 from specrt.requests import (
     Options,
     Prompt,
-    Speculation,
     check_options,
     prompt_ids,
     resolve_sampling,
-    resolve_speculation,
 )
 from specrt.sampling import Sampler, SamplingParams
+from specrt.speculation import Speculation, check_repeatable, resolve_speculation
 from specrt.stops import StopRules
 from specrt.stream import Observer, Request, Result, Stream, check_process
 from specrt.text import Tokenizer
 from specrt_profiles.generation import read_generation
-from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
+from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, MODEL_FREE, read_manifest
 
 
 def load(
@@ -179,9 +179,11 @@ class LanguageModel:
             template_kwargs=given.get("chat_template_kwargs"),
         )  # fmt: skip
         params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
+        named = str(given.get("drafter") or (self.choice and self.choice.drafter) or manifest.default_drafter)
+        names = (*manifest.drafter_names, *([named] if manifest.parts(named) else []))
         how = resolve_speculation(
-            given, drafters={name: manifest.default_k(name) for name in manifest.all_drafters},
-            default=manifest.default_drafter, choice=self.choice, max_k=self.max_k,
+            given, drafters={name: manifest.default_k(name) for name in names}, default=manifest.default_drafter,
+            choice=self.choice, max_k=self.max_k,
         )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
@@ -189,9 +191,9 @@ class LanguageModel:
             params, end_ids=end_ids, room=self.target.capacity - len(ids), detokenizer=self.tokenizer.detokenizer(ids)
         )
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
-        controller = self._controller(how, params, given)
+        drafter, controller = self._speculation(how, params, given, prefixes)
         loop = Loop(
-            target, self._drafter(how, prefixes), sampler, stops, ids, controller=controller, clock=clock,
+            target, drafter, sampler, stops, ids, controller=controller, clock=clock,
             draft_budget_s=how.draft_budget_s, strict=how.strict,
             reuse=None if prefixes is None else partial(prefixes.reuse, self.target),
         )  # fmt: skip
@@ -204,10 +206,38 @@ class LanguageModel:
         except RequestError as error:
             raise ManifestError(f"{self.folder / GENERATION_FILE}: {error}") from None
 
-    def _drafter(self, how: Speculation, prefixes: PrefixCache | None) -> Drafter:
+    def _speculation(
+        self, how: Speculation, params: SamplingParams, given: dict[str, Any], prefixes: PrefixCache | None
+    ) -> tuple[Drafter, Controller]:
+        """Return the drafter of a request, and what decides its k and, of a combined one, the part."""
         if how.k == 0 or how.drafter == "none":
-            return NoDrafter()
-        spec = self.manifest.all_drafters[how.drafter]
+            return NoDrafter(), FixedController(0)
+        parts = self.manifest.parts(how.drafter)
+        drafters = [self._drafter(name, how, prefixes) for name in parts or (how.drafter,)]
+        repeatable = self._depends_on_k(how.drafter, params) and "seed" in given
+        if repeatable:
+            check_repeatable(how, given, combined=parts is not None)
+        k = how.k if repeatable or not how.adaptive else None
+        max_step_s = (how.max_step_ms or math.inf) / 1e3
+        if parts is None:
+            if k is not None:
+                return drafters[0], FixedController(k)
+            return drafters[0], AdaptiveController(self._costs, first=how.k, max_step_s=max_step_s)
+        lookup, neural = drafters
+        choice = (
+            SureController(how.k)
+            if repeatable
+            else CombinedController(self._costs, neural=neural.name, k=k, first=how.k, max_step_s=max_step_s)
+        )
+        return CombinedDrafter(lookup, neural, choice, name=how.drafter), choice
+
+    def _depends_on_k(self, drafter: str, params: SamplingParams) -> bool:
+        """Tell whether guesses are drawn from a law, so that the text of a seed is another for another k."""
+        neural = self.manifest.parts(drafter) or self.manifest.all_drafters[drafter].kind not in MODEL_FREE
+        return params.coupling == "rejection" and params.temperature > 0 and bool(neural)
+
+    def _drafter(self, name: str, how: Speculation, prefixes: PrefixCache | None) -> Drafter:
+        spec = self.manifest.all_drafters[name]
         if spec.kind == "ngram":
             return NgramDrafter(max_ngram=how.prompt_lookup_max, min_ngram=how.prompt_lookup_min)
         if spec.kind == "suffix":
@@ -216,23 +246,6 @@ class LanguageModel:
         engine = self._engine(str(spec.engine))
         reuse = None if prefixes is None else partial(prefixes.reuse, engine)
         return ModelDrafter(engine, vocab_size=self.target.vocab_size, reuse=reuse)
-
-    def _controller(self, how: Speculation, params: SamplingParams, given: dict[str, Any]) -> Controller:
-        """Return what decides k; a text that depends on k is repeatable only where k is fixed."""
-        sampled = params.coupling == "rejection" and params.temperature > 0 and how.drafter == "model"
-        if sampled and "seed" in given:
-            if given.get("k") == "auto" or how.max_step_ms is not None:
-                raise RequestError(
-                    "k: with coupling 'rejection' a seed's text depends on k: give it, or leave out seed"
-                )
-            if how.draft_budget_s is not None:
-                raise RequestError(
-                    "draft_budget_ms: with coupling 'rejection' a seed's text depends on it: leave out one of them"
-                )
-            return FixedController(how.k)
-        if not how.adaptive:
-            return FixedController(how.k)
-        return AdaptiveController(self._costs, first=how.k, max_step_s=(how.max_step_ms or math.inf) / 1e3)
 
     def _facts(self) -> MachineFacts:
         spec = self.manifest.target

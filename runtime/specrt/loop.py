@@ -62,7 +62,7 @@ class Loop:
         self.finish_reason: FinishReason | None = stops.exhausted()
         self._target, self._sampler, self._stops = target, sampler, stops
         self._controller, self._clock, self._strict, self._reuse = controller, clock, strict, reuse
-        self._drafter = GuardedDrafter(
+        self._drafter = GuardedDrafter.guarding(
             drafter, self.stats, vocab_size=target.vocab_size, takes_trees=target.takes_trees, budget_s=draft_budget_s,
             clock=clock,
         )  # fmt: skip
@@ -120,7 +120,7 @@ class Loop:
         self._target.keep(rows[: len(committed)])
         self._sampler.forget(len(self.tokens))
         stats = self.stats
-        stats.count(depths=proposal.depths, accepted=verdict.num_accepted, committed=len(committed))
+        stats.count(depths=proposal.depths, accepted=verdict.num_accepted, committed=len(committed), part=proposal.part)
         stats.draft_s += drafted - started
         stats.verify_s += verified - drafted
         stats.rest_s += self._clock() - verified

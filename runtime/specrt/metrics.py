@@ -29,6 +29,11 @@ _COUNTERS = {  # name -> what it counts, by drafter; the names of speculation ar
     "verify_seconds": "Time of the target's verify calls.",
     "rest_seconds": "Time of everything else between prompt and last token.",
 }
+_PARTS = {  # name -> what it counts, by combined drafter and part; field of PartCounts
+    "spec_decode_part_num_drafts": ("Steps whose proposed tokens were a part's.", "num_drafts"),
+    "spec_decode_part_num_draft_tokens": ("Proposed tokens of a part.", "num_proposed"),
+    "spec_decode_part_num_accepted_tokens": ("Accepted tokens of a part.", "num_accepted"),
+}
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _HISTOGRAMS = {  # name -> what it shows, upper limits of its buckets
@@ -59,6 +64,9 @@ class Metrics:
         self._accepted = Counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position.", ["drafter", "position"], **by
         )
+        self._parts: dict[str, Any] = {
+            name: Counter(name, text, ["drafter", "part"], **by) for name, (text, _) in _PARTS.items()
+        }
         self._requests = Counter("requests", "Requests by what ended them.", ["drafter", "finish_reason"], **by)
         self._histograms: dict[str, Any] = {
             name: Histogram(name, text, ["drafter"], buckets=buckets, **by)
@@ -72,6 +80,9 @@ class Metrics:
             self._counters[name].labels(drafter).inc(value)
         for position, accepted in enumerate(stats.accepted_by_position):
             self._accepted.labels(drafter, position).inc(accepted)
+        for part, counts in stats.parts.items():
+            for name, (_, field) in _PARTS.items():
+                self._parts[name].labels(drafter, part).inc(getattr(counts, field))
         self._requests.labels(drafter, outcome).inc()
         for name, value in _samples(stats).items():
             self._histograms[name].labels(drafter).observe(value)

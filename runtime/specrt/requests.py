@@ -1,16 +1,12 @@
 """Options of a request as a user gives them, and their resolution against the artifact's defaults."""
 
-import math
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
-from specrt.drafters import ngram
 from specrt.errors import RequestError
-from specrt.machine import Choice
 from specrt.sampling import Coupling, SamplingParams
 from specrt.text import Message, Tokenizer
 from specrt_profiles.codec import nearest
@@ -25,8 +21,9 @@ class Options(TypedDict, total=False):
     temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias ({id:
     value}), bad_words (texts or id lists), min_tokens, max_tokens, stop (a text or several), stop_token_ids,
     ignore_eos, seed (a new one each time if left out), stream (number of the sample or chat turn under one
-    seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `suffix`, `model`
-    or `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as many as pay by what
+    seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `suffix`, `model`,
+    `combined` (in each step whichever of `suffix` and the draft model brings more; `ngram+model` names other parts) or
+    `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as many as pay by what
     was measured so far; max_step_ms then bounds the milliseconds of a step. prompt_lookup_max, prompt_lookup_min:
     lengths of the n-grams that the `ngram` drafter looks up. suffix_cache: whether the `suffix` drafter also looks into
     the outputs of earlier requests that had it set, and keeps this one's for later ones; off unless set, because it
@@ -90,24 +87,6 @@ _NUMBERS = (
     "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "draft_budget_ms",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
-    """How a request drafts: the drafter by name, most tokens and seconds per proposal, where the drafters look.
-
-    adaptive: k is where it begins, and from there on what pays within max_step_ms per step.
-    """
-
-    drafter: str
-    k: int
-    adaptive: bool
-    max_step_ms: float | None
-    prompt_lookup_max: int
-    prompt_lookup_min: int
-    suffix_cache: bool
-    draft_budget_s: float | None
-    strict: bool
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,41 +185,6 @@ def resolve_sampling(
     for name, tokens in ids.items():
         check_token_ids(tokens, vocab_size, what=name)
     return params
-
-
-def resolve_speculation(
-    given: Mapping[str, Any], *, drafters: Mapping[str, int], default: str, choice: Choice | None, max_k: int
-) -> Speculation:
-    """Fill what `given` leaves out, by the machine's choice if no other drafter is named, else by the artifact.
-
-    drafters: the default k of each.
-
-    Raises `RequestError` for an unknown drafter or a k above the ladder.
-    """
-    if choice is not None and "drafter" not in given:
-        default = choice.drafter
-        given = {"k": choice.k, "max_step_ms": choice.max_step_ms} | dict(given) if "k" not in given else given
-    drafter = given.get("drafter", default)
-    if drafter not in (*drafters, "none"):
-        raise RequestError(f"drafter: the artifact has {', '.join((*drafters, 'none'))}, found {drafter!r}")
-    asked = given.get("k", "auto")
-    k = min(drafters.get(drafter, 0), max_k) if asked == "auto" else int(asked)
-    if not 0 <= k <= max_k:
-        raise RequestError(f"k: expected 0 (plain) to {max_k} (the widest verify call less one), found {k}")
-    max_step_ms = given.get("max_step_ms")
-    if max_step_ms is not None and (asked != "auto" or not max_step_ms > 0):
-        raise RequestError(f"max_step_ms: expected a number above 0, with k 'auto', found {max_step_ms}, k {asked!r}")
-    longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
-    shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
-    ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
-    budget_ms = given.get("draft_budget_ms")
-    if budget_ms is not None and not 0 < budget_ms < math.inf:
-        raise RequestError(f"draft_budget_ms: expected above 0, found {budget_ms}")
-    return Speculation(
-        drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
-        prompt_lookup_max=longest, prompt_lookup_min=shortest, suffix_cache=given.get("suffix_cache", False),
-        draft_budget_s=None if budget_ms is None else budget_ms / 1e3, strict=given.get("strict", False),
-    )  # fmt: skip
 
 
 def prompt_ids(

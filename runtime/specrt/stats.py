@@ -5,13 +5,14 @@ block_efficiency  tokens emitted per target call, bonus and recovered tokens inc
 mean_accepted     accepted tokens per target call, bonus excluded
 cached_rate       prompt tokens whose KV was reused from earlier requests / prompt tokens
 
-A draft (`num_drafts`) is a step with at least one proposed token.
+A draft (`num_drafts`) is a step with at least one proposed token. A combined drafter has the counts of each of its
+parts in `parts`; they add up to its own.
 Tokens after a stop count nowhere: where accepted tokens are cut, the proposal is counted up to the same position.
 Every token of a tree is a proposed one, at the position it was guessed for.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -26,6 +27,22 @@ _SUMMED = (
     "num_accepted", "num_recomputed", "num_drafter_faults", "prefill_s", "draft_s", "verify_s", "rest_s",
     "first_token_s",
 )  # fmt: skip
+
+
+@dataclass(slots=True)
+class PartCounts:
+    """Drafts, proposed and accepted tokens of one part of a combined drafter, counted as the request's."""
+
+    num_drafts: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+
+def describe_parts(parts: Mapping[str, PartCounts]) -> str:
+    """Return the accepted and proposed tokens and the drafts of each part, in words."""
+    return ", ".join(
+        f"{name} {part.num_accepted} of {part.num_proposed} in {part.num_drafts} drafts" for name, part in parts.items()
+    )
 
 
 @dataclass(slots=True)
@@ -53,6 +70,7 @@ class Statistics:
     accepted_by_position: list[int] = field(default_factory=list)
     calls_by_rows: dict[int, int] = field(default_factory=dict)
     call_s: Mapping[int, float] = field(default_factory=dict)
+    parts: dict[str, PartCounts] = field(default_factory=dict)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -68,6 +86,8 @@ class Statistics:
                 setattr(total, name, getattr(total, name) + getattr(run, name))
             for rows, count in run.calls_by_rows.items():
                 total.calls_by_rows[rows] = total.calls_by_rows.get(rows, 0) + count
+            for part, counts in run.parts.items():
+                total._count_part(part, counts.num_drafts, counts.num_proposed, counts.num_accepted)
         for name in ("proposed_by_position", "accepted_by_position"):
             columns = zip_longest(*(getattr(run, name) for run in runs), fillvalue=0)
             setattr(total, name, [sum(column) for column in columns])
@@ -108,10 +128,11 @@ class Statistics:
         """Tokens per second after the target's prefill; 0 if none was emitted."""
         return self.num_tokens / self.decode_s if self.decode_s else 0.0
 
-    def count(self, *, depths: Sequence[int], accepted: int, committed: int) -> None:
+    def count(self, *, depths: Sequence[int], accepted: int, committed: int, part: str | None = None) -> None:
         """Add one step that committed `committed` tokens, the first `accepted` of them guesses.
 
-        depths: of every guess, how many others come before it in the proposal.
+        depths: of every guess, how many others come before it in the proposal. part: of a combined drafter, that made
+        the guesses.
         """
         rows = len(depths) + 1
         self.calls_by_rows[rows] = self.calls_by_rows.get(rows, 0) + 1
@@ -122,6 +143,8 @@ class Statistics:
         self.num_tokens += committed
         self.num_proposed += len(depths)
         self.num_accepted += accepted
+        if part is not None and depths:
+            self._count_part(part, 1, len(depths), accepted)
         missing = max(depths, default=-1) + 1 - len(self.proposed_by_position)
         for counts in (self.proposed_by_position, self.accepted_by_position):
             counts += [0] * missing
@@ -129,6 +152,12 @@ class Statistics:
             self.proposed_by_position[depth] += 1
         for depth in range(accepted):
             self.accepted_by_position[depth] += 1
+
+    def _count_part(self, part: str, num_drafts: int, num_proposed: int, num_accepted: int) -> None:
+        counts = self.parts.setdefault(part, PartCounts())
+        counts.num_drafts += num_drafts
+        counts.num_proposed += num_proposed
+        counts.num_accepted += num_accepted
 
     @property
     def _plain_call_s(self) -> float | None:
@@ -160,7 +189,8 @@ class Statistics:
     def hint(self) -> str | None:
         """A remark when speculation did not help, with the likely cause."""
         if self.num_drafter_faults:
-            return f"the {self.drafter} drafter failed and was dropped; see the log"
+            what = f"a part of the {self.drafter} drafter" if self.parts else f"the {self.drafter} drafter"
+            return f"{what} failed and was dropped; see the log"
         if self.drafter == "none" or self.num_steps < 2:
             return None
         if not self.num_proposed:
@@ -194,7 +224,8 @@ class Statistics:
             f"prompt {self.num_prompt_tokens} tokens{cached} in {self.prefill_s:.2f} s",
             f"drafter {self.drafter}",
             f"steps {self.num_steps}, block efficiency {self.block_efficiency:.2f}",
-            f"accepted {self.num_accepted} of {self.num_proposed} ({self.acceptance_rate:.0%})",
+            f"accepted {self.num_accepted} of {self.num_proposed} ({self.acceptance_rate:.0%})"
+            f"{f': {describe_parts(self.parts)}' if self.parts else ''}",
             f"draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s, rest {self.rest_s:.2f} s",
         ]
         return " | ".join(parts + ([f"hint: {self.hint}"] if self.hint else []))
@@ -209,4 +240,5 @@ class Statistics:
             "acceptance_rate", "block_efficiency", "mean_accepted", "tokens_per_s", "estimated_speedup",
             "hint",
         )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        parts = {name: asdict(part) for name, part in self.parts.items()}
+        return {name: getattr(self, name) for name in names} | {"parts": parts}

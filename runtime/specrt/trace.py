@@ -48,7 +48,7 @@ class TracedStep:
 
     committed: the tokens it added, of which the first `num_accepted` were guesses; fewer if a stop rule cut them.
     last_origin: where the token after the accepted ones comes from. num_drafted: how many guesses there were before the
-    controller cut them.
+    controller cut them. part: of a combined drafter, that made them.
     """
 
     start: int
@@ -57,6 +57,7 @@ class TracedStep:
     last_origin: Origin
     num_drafted: int
     num_accepted: int
+    part: str | None
     draft_s: float
     verify_s: float
     rest_s: float
@@ -130,7 +131,7 @@ def trace_step(
     return TracedStep(
         start=len(before), committed=pieces(tokenizer, before, block), proposed=tuple(guesses),
         last_origin="recovered" if proposal.children(node) else nothing, num_drafted=step.num_drafted,
-        num_accepted=num_accepted, draft_s=step.draft_s, verify_s=step.verify_s, rest_s=rest_s,
+        num_accepted=num_accepted, part=proposal.part, draft_s=step.draft_s, verify_s=step.verify_s, rest_s=rest_s,
     )  # fmt: skip
 
 
@@ -147,5 +148,6 @@ def _to_dict(step: TracedStep) -> dict[str, Any]:
     return {
         "token_ids": [piece.token_id for piece in step.committed], "origins": step.origins,
         "proposed_ids": [guess.piece.token_id for guess in step.proposed], "num_drafted": step.num_drafted,
-        "num_accepted": step.num_accepted, "draft_s": step.draft_s, "verify_s": step.verify_s, "rest_s": step.rest_s,
+        "num_accepted": step.num_accepted, "part": step.part,
+        "draft_s": step.draft_s, "verify_s": step.verify_s, "rest_s": step.rest_s,
     }  # fmt: skip

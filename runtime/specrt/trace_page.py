@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specrt.page import PHASES, page, series_legend, shown, tiles
+from specrt.stats import describe_parts
 from specrt.svg import Series, stacked
 from specrt.text import Tokenizer
 from specrt.trace import ORIGINS, Guess, Piece, Trace, TracedStep
@@ -86,8 +87,9 @@ def _summary(trace: Trace) -> str:
     ]
     if stats.estimated_speedup is not None and stats.num_proposed:
         facts[0] = (f"{stats.tokens_per_s:.1f}", f"tokens/s, about {stats.estimated_speedup:.2f} x plain")
+    parts = f'<p class="soft">Accepted by part: {shown(describe_parts(stats.parts))}.</p>' if stats.parts else ""
     hint = f'<p class="hint">{shown(stats.hint)}</p>' if stats.hint else ""
-    return tiles(facts) + hint
+    return tiles(facts) + parts + hint
 
 
 def _side() -> str:
@@ -114,7 +116,8 @@ def _card(number: int, step: TracedStep, tokenizer: Tokenizer) -> str:
     if step.proposed:
         cut = f", of {step.num_drafted} drafted" if step.num_drafted > len(step.proposed) else ""
         guesses = _guesses(step.proposed, tokenizer)
-        rows.append(_row(f'Proposed {len(step.proposed)}{cut}:<span class="code row" dir="auto">{guesses}</span>'))
+        who = f" by {shown(step.part)}" if step.part else ""
+        rows.append(_row(f'Proposed {len(step.proposed)}{cut}{who}:<span class="code row" dir="auto">{guesses}</span>'))
     elif step.num_drafted:
         rows.append(_row(f"None of {step.num_drafted} drafted tokens was verified"))
     else:

@@ -137,13 +137,13 @@ def format_report(report: TuneReport) -> str:
     lines = [f"verify calls in ms: {calls}", ""]
     for drafter, shares in report.acceptance.items():
         lines.append(f"{drafter}, accepted by position: {' '.join(f'{share:.0%}' for share in shares)}")
-    head = "setting         predicted  measured  speedup  tokens/step  draft ms  spread  formula  k a/(1+c)"
+    head = "setting          predicted  measured  speedup  tokens/step  draft ms  spread  formula  k a/(1+c)"
     lines += ["", head, "-" * len(head)]
     for row in report.rows:
         measured = "-" if row.measured is None else f"{row.measured:.1f}"
         spread = "-" if row.spread is None else f"{row.spread:.0%}"
         lines.append(
-            f"{row.setting!s:<14} {row.predicted:>10.1f} {measured:>9} {row.speedup:>7.2f}x "
+            f"{row.setting!s:<15} {row.predicted:>10.1f} {measured:>9} {row.speedup:>7.2f}x "
             f"{row.tokens_per_step:>12.2f} {1e3 * row.draft_s:>9.2f} {spread:>7} "
             f"{_times(row.formula):>8} {_times(row.popular):>10}"
         )

@@ -337,8 +337,10 @@ def test_bench_prints_a_table_for_every_category_and_setting(tiny_artifact: Path
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     assert lines[0] == "1 repeats"
-    rows = [line.split()[:3] for line in lines[4:] if line]
-    drafted = [(drafter, k) for drafter in ("ngram", "suffix", "model") for k in ("k=1", "k=3")]
+    remarks = [line for line in lines if ": " in line]
+    rows = [line.split()[:3] for line in lines[4:] if line and line not in remarks]
+    drafted = [(drafter, k) for drafter in ("ngram", "suffix", "model", "combined") for k in ("k=1", "k=3")]
+    assert sum(line.startswith("combined k=") and "accepted by part: " in line for line in remarks) == 2
     assert [row[:2] for row in rows if row[1].startswith("plain")] == [
         [c, p] for c in ("a", "b", "all") for p in ("plain-1", "plain")
     ]
@@ -365,7 +367,7 @@ def test_bench_compares_all_drafters_at_3_5_and_9_unless_told_otherwise(
     monkeypatch.setattr("specrt.bench.run_bench", stop)
     run("bench", tiny_artifact, code=1)
     run("bench", tiny_artifact, "-k", "auto", "--drafter", "ngram", "--repeats", 2, code=1)
-    assert asked == [(("ngram", "suffix", "model"), [3, 5, 9], 3), (("ngram",), ["auto"], 2)]
+    assert asked == [(("ngram", "suffix", "model", "combined"), [3, 5, 9], 3), (("ngram",), ["auto"], 2)]
 
 
 def test_bench_generates_128_tokens_unless_told_otherwise(tiny_artifact: Path, tmp_path: Path) -> None:

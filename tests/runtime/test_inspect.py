@@ -25,7 +25,7 @@ def test_the_page_shows_what_matters(tiny_artifact: Path) -> None:
         "verify widths 2, 4, 6, 10, 16",
         "bit-equal when exported: 2, 4, 6, 10, 16",
         "end ids 0",
-        "ngram, suffix, model, none; default model, k 3 of at most 15",
+        "ngram, suffix, model, combined, none; default model, k 3 of at most 15",
         "temperature 0.0 (greedy)",
         "licence not stated",
         "onnxruntime",

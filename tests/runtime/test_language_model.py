@@ -20,7 +20,7 @@ from specrt.stream import Stream
 
 PROMPT = "the quick brown"
 CAPACITY = 128
-DRAFTERS = ("none", "ngram", "suffix", "model")
+DRAFTERS = ("none", "ngram", "suffix", "model", "combined")
 LONG: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
 
 

@@ -17,6 +17,7 @@ from parts import ListDrafter, PlainDetokenizer, grow
 from specrt.acceptance import Law, Picker, Proposal, Verdict
 from specrt.control import FixedController
 from specrt.drafters import Drafter
+from specrt.drafters.combined import CombinedDrafter, SureController
 from specrt.loop import Loop
 from specrt.sampling import SamplingParams
 from specrt.stops import StopRules
@@ -282,12 +283,12 @@ def exact_law(length: int, salt: int, stop: int | None) -> Distribution:
 def loop_law(
     guess: Guess | None, *, k: int, length: int, salt: int, stop: int | None = None, choose_k: type[EveryK] = EveryK,
     make_chooser: Callable[[Branches], Any] = ExactChooser, make_engine: type[ToyEngine] = ToyEngine,
-    strict: bool = False,
+    strict: bool = False, combine: Callable[[Drafter], Drafter] = lambda drafter: drafter,
 ) -> Distribution:  # fmt: skip
     def run(branches: Branches) -> Text:
         chooser = make_chooser(branches)
         engine = make_engine(V, logits=lambda prefix: make_law(salt, "target", prefix))
-        drafter: Drafter = ListDrafter(_Guesser(guess, chooser, salt, choose_k(k)))
+        drafter = combine(ListDrafter(_Guesser(guess, chooser, salt, choose_k(k))))
         params = SamplingParams(max_tokens=length)
         stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
         picker: Any = ExactPicker(chooser)
@@ -361,6 +362,33 @@ TREES: dict[str, Guess] = {
     "one and two": tree_guess(1, 2, depth_first=True),
     "a chain as a tree": tree_guess(1, 1, 1),
 }
+
+
+def lookup(tokens: Sequence[int], limit: int) -> Proposal:
+    """Guess one or two tokens, and be sure of them where the text so far says so."""
+    sure = sum(tokens) % 2 == 0
+    return Proposal(((tokens[-1] + 1) % V, 0)[: min(limit, 1 + sure)], confidence=0.9 if sure else 0.2)
+
+
+class Peeking(CombinedDrafter):
+    """Planted: looks at what was drawn before it decides whose guesses are verified."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        drawn = self._neural.propose(tokens, limit)
+        return drawn if drawn.token_ids[0] % 2 else self._lookup.propose(tokens, limit)
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_lookup_in_the_place_of_drawn_guesses_keeps_the_law(k: int, salt: int) -> None:
+    def law(kind: type[CombinedDrafter]) -> Distribution:
+        return loop_law(
+            sampled_guess, k=k, length=3, salt=salt,
+            combine=lambda drafter: kind(ListDrafter(lookup), drafter, SureController(k)),
+        )  # fmt: skip
+
+    assert error(law(CombinedDrafter), exact_law(3, salt, None)) == 0
+    assert error(law(Peeking), exact_law(3, salt, None)) > Fraction(1, 1000)
 
 
 @pytest.mark.parametrize("salt", SALTS)

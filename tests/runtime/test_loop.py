@@ -8,6 +8,7 @@ import pytest
 
 from parts import ListDrafter, chi_square, chi_square_limit, make_loop, run
 from specrt.drafters import Drafter
+from specrt.drafters.combined import CombinedDrafter, SureController
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.drafters.suffix import SuffixCache, SuffixDrafter
@@ -55,6 +56,12 @@ def suffix(*, warm: bool = False) -> SuffixDrafter:
     return SuffixDrafter(widths=(2, 4, 6, 10, 16), cache=cache)
 
 
+def combined(*, salt: int, size: int = V) -> CombinedDrafter:
+    return CombinedDrafter(
+        suffix(warm=size == V), ModelDrafter(ToyEngine(size, salt=salt), vocab_size=size), SureController(15)
+    )
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "good": lambda: ListDrafter(good),
     "bad": lambda: ListDrafter(bad),
@@ -67,6 +74,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "other model": lambda: ModelDrafter(ToyEngine(V, salt=9), vocab_size=V),
     "smaller vocabulary": lambda: ModelDrafter(smaller_engine(), vocab_size=V),
     "larger vocabulary": lambda: ModelDrafter(ToyEngine(V + 3), vocab_size=V),
+    "combined": lambda: combined(salt=9),
+    "combined, same model": lambda: combined(salt=0),
     "short context": lambda: ModelDrafter(ToyEngine(V, capacity=12), vocab_size=V),
 }
 
@@ -112,7 +121,7 @@ def joint_law(size: int, length: int, temperature: float) -> np.ndarray:
 
 @pytest.mark.parametrize("coupling", ["gumbel", "rejection"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", ["same model", "other model", "suffix", "warm suffix"])
+@pytest.mark.parametrize("name", ["same model", "other model", "suffix", "warm suffix", "combined"])
 def test_the_joint_law_of_three_tokens_is_the_targets(coupling: str, k: int, name: str) -> None:
     size, runs = 3, 2500
     law = joint_law(size, 3, 0.8)
@@ -123,6 +132,7 @@ def test_the_joint_law_of_three_tokens_is_the_targets(coupling: str, k: int, nam
         "other model": lambda: ModelDrafter(ToyEngine(size, salt=9), vocab_size=size),
         "suffix": lambda: SuffixDrafter(widths=(2, 4, 6)),
         "warm suffix": lambda: SuffixDrafter(widths=(2, 4, 6), cache=cache),
+        "combined": lambda: combined(salt=9, size=size),
     }
     for seed in range(runs):
         drafter = makers[name]()
@@ -157,7 +167,7 @@ def test_call_shapes_are_only_the_allowed_ones() -> None:
     assert engine.widths_used[:2] == [8, 8]
 
 
-@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "warm suffix", "same model", "other model"])
+@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "warm suffix", "same model", "other model", "combined"])
 def test_an_engine_serves_one_request_after_the_other(name: str) -> None:
     engine, drafter = ToyEngine(V), DRAFTERS[name]()
     for prompt in ([3, 1, 4], [1], [2, 2, 2, 2, 2, 2, 2, 2, 2, 2], [3, 1, 4]):
@@ -192,7 +202,7 @@ def test_never_more_than_max_tokens(max_tokens: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3, 15])
-@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "same model", "short context"])
+@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "same model", "short context", "combined"])
 def test_generation_reaches_exactly_the_capacity(name: str, k: int) -> None:
     ids, loop, _ = run(ToyEngine(V, capacity=40), DRAFTERS[name](), k=k, prompt=[1, 2, 3])
     assert len(ids) == 37

@@ -145,7 +145,7 @@ def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
 def run_requests(model: LanguageModel) -> None:
     """Run requests of all kinds with every drafter; some end inside a proposal, one reuses its prompt."""
     plain = model.generate(PROMPT, k=0, **LONG)
-    for drafter in ("none", "ngram", "model"):
+    for drafter in ("none", "ngram", "model", "combined"):
         for k in (1, 3, 8, 15):
             model.generate(PROMPT, drafter=drafter, k=k, **LONG)
             model.generate(PROMPT, drafter=drafter, k=k, stop_token_ids=[plain.token_ids[11]], **LONG)
@@ -158,7 +158,7 @@ def test_sums_are_those_of_the_requests(model: LanguageModel, reports: Reports, 
     for stats, outcome in reports.seen:
         metrics.observe(stats, outcome)
     found = values(metrics)
-    for drafter in ("none", "ngram", "model"):
+    for drafter in ("none", "ngram", "model", "combined"):
         requests = [stats for stats, _ in reports.seen if stats.drafter == drafter]
         for name, field in {
             "spec_decode_num_drafts": "num_drafts", "spec_decode_num_draft_tokens": "num_proposed",
@@ -169,6 +169,13 @@ def test_sums_are_those_of_the_requests(model: LanguageModel, reports: Reports, 
             "rest_seconds": "rest_s",
         }.items():  # fmt: skip
             assert found[f"{name}_total", drafter] == pytest.approx(sum(getattr(stats, field) for stats in requests))
+        for part in {name for stats in requests for name in stats.parts}:
+            assert drafter == "combined"
+            for name, field in {
+                "num_drafts": "num_drafts", "num_draft_tokens": "num_proposed", "num_accepted_tokens": "num_accepted",
+            }.items():  # fmt: skip
+                counted = found[f"spec_decode_part_{name}_total", drafter, part]
+                assert counted == sum(getattr(stats.parts[part], field) for stats in requests if part in stats.parts)
         assert found["request_generation_tokens_count", drafter] == len(requests)
         assert found["time_to_first_token_seconds_count", drafter] == sum(stats.num_tokens > 0 for stats in requests)
         assert found["prefix_cache_hit_requests_total", drafter] == sum(s.num_cached_tokens > 0 for s in requests)
@@ -183,7 +190,7 @@ def test_counters_are_consistent_for_every_drafter(model: LanguageModel, reports
     for stats, outcome in reports.seen:
         metrics.observe(stats, outcome)
     found = values(metrics)
-    for drafter in ("none", "ngram", "model"):
+    for drafter in ("none", "ngram", "model", "combined"):
         accepted = found["spec_decode_num_accepted_tokens_total", drafter]
         drafts, calls = found["spec_decode_num_drafts_total", drafter], found["verify_calls_total", drafter]
         by_position = [

@@ -14,7 +14,7 @@ from specrt import LanguageModel, Result, language_model
 from specrt.errors import EngineError, RequestError
 from specrt.machine import MachineFacts
 
-DRAFTERS = ("none", "ngram", "model")
+DRAFTERS = ("none", "ngram", "model", "combined")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 COUPLINGS: tuple[dict[str, Any], ...] = ({}, SAMPLED, {**SAMPLED, "coupling": "rejection"})
 WIDTH = 16

@@ -12,8 +12,9 @@ import pytest
 
 from specrt import requests
 from specrt.errors import RequestError, TextError
-from specrt.requests import Options, check_options, prompt_ids, resolve_sampling, resolve_speculation
+from specrt.requests import Options, check_options, prompt_ids, resolve_sampling
 from specrt.sampling import SamplingParams
+from specrt.speculation import resolve_speculation
 from specrt.text import Tokenizer
 from specrt_profiles.generation import GenerationDefaults
 from specrt_profiles.manifest import read_manifest

@@ -30,7 +30,7 @@ def traced(model: specrt.LanguageModel, prompt: Any = PROMPT, **options: Any) ->
     return run_trace(model, prompt, given)
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "suffix", "model", "combined"])
 @pytest.mark.parametrize("options", SETTINGS)
 def test_the_steps_hold_the_text_of_the_same_request_and_its_counts(
     tiny_model: specrt.LanguageModel, drafter: str, options: dict[str, Any]
@@ -38,13 +38,16 @@ def test_the_steps_hold_the_text_of_the_same_request_and_its_counts(
     given = {"max_tokens": 40, "ignore_eos": True, "drafter": drafter, **options}
     trace = traced(tiny_model, **given)
     stats = trace.result.stats
-    if options["k"] != "auto" or drafter != "model":
+    if options["k"] != "auto" or drafter not in ("model", "combined"):
         assert trace.result.token_ids == tiny_model.generate(PROMPT, **given).token_ids
     assert tuple(piece.token_id for step in trace.steps for piece in step.committed) == trace.result.token_ids
     assert len(trace.steps) == stats.num_steps
     assert trace.steps[0].start == stats.num_prompt_tokens == len(trace.prompt)
     origins = Counter(origin for step in trace.steps for origin in step.origins)
     assert origins["accepted"] == stats.num_accepted
+    parts = Counter(step.part for step in trace.steps if step.proposed and step.part)
+    assert parts == {name: counts.num_drafts for name, counts in stats.parts.items()}
+    assert (drafter == "combined") == bool(parts)
     assert origins["plain"] == sum(not step.proposed for step in trace.steps)
     assert origins.total() == stats.num_tokens
     assert sum(step.rest_s for step in trace.steps) == pytest.approx(stats.rest_s)

@@ -1,12 +1,13 @@
-"""From a model to a head: text that the target writes, its features, training, and the file."""
+"""From a model to a head or a pruned draft: text that the target writes, its features, training, and the file."""
 
 import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,12 +15,15 @@ from specrt_export import support
 from specrt_export.checkpoint import resolve
 from specrt_export.distill.card import Card, Target, check_head_path, fingerprint_of, write_head
 from specrt_export.distill.data import Dataset, Texts, coverage, draft_vocabulary, load_texts
-from specrt_export.distill.features import check_output, collect
+from specrt_export.distill.draft import DraftCard, check_draft_path, write_draft
+from specrt_export.distill.features import check_output, collect, decoder_layers
 from specrt_export.distill.head import Layout, feature_layers, head_for
+from specrt_export.distill.heal import Healing, HealingTexts
 from specrt_export.distill.loss import block_efficiency, by_step
+from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_layers
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.shards import read_shard, shard_path
-from specrt_export.distill.train import Trainer, TrainingPlan
+from specrt_export.distill.train import Trainer, Training, TrainingPlan
 from specrt_export.distill.turns import template_of, user_starts
 from specrt_export.distill.work import Work, open_work
 from specrt_export.distill.workers import WritingJob, write_shards
@@ -30,6 +34,7 @@ from specrt_export.tokenizer import load_tokenizer, tokens_of
 from specrt_profiles.vocabulary import fingerprint
 
 _HELD_OUT = 24_000  # tokens at most, and no more than a sixteenth of all
+_INFLUENCE = 4096  # tokens that the influence of layers is measured over
 _TOOLS = ("specrt", "torch", "transformers")
 _SAY_S, _SAVE_S = 20.0, 300.0
 _TEXT = "The quick brown fox jumps over the lazy dog"
@@ -37,14 +42,15 @@ _TEXT = "The quick brown fox jumps over the lazy dog"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillRequest:
-    """What head to train for which model.
+    """What drafter to train for which model.
 
-    tokens: to be written in all. work: where text, features and checkpoints are kept. minutes: after which this call
-    ends, finished or not. command: how it was called, for the card.
+    layout: of a head, whose file `out` is, or `pruned`, whose folder it is. layers: of a pruned draft, a quarter of the
+    model's if left out. tokens: to be written in all. work: where text, features and checkpoints are kept. minutes:
+    after which this call ends, finished or not. command: how it was called, for the card.
     """
 
     model: str
-    layout: Layout
+    layout: Layout | Literal["pruned"]
     out: Path
     work: Path
     tokens: int
@@ -54,6 +60,7 @@ class DistillRequest:
     minutes: float | None = None
     vocabulary_size: int = 6144
     ffn: int | None = None
+    layers: int | None = None
     threads: int = 1
     training: TrainingPlan = field(default_factory=TrainingPlan)
     size: BatchSize = field(default_factory=BatchSize)
@@ -78,24 +85,27 @@ class _OutOfTimeError(Exception):
 
 
 def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Path | None:
-    """Train a head; return its file, or None when the minutes ended before there was one.
+    """Train a head or a pruned draft; return its path, or None when the minutes ended before there was one.
 
     Whatever is complete is kept in `request.work`; the same request goes on from there. When the minutes end in the
-    middle of training, the head is written as it is then.
+    middle of training, the drafter is written as it is then.
     """
-    check_head_path(request.out)
+    (check_draft_path if request.layout == "pruned" else check_head_path)(request.out)
     call = _Call(request, progress, clock, None if request.minutes is None else clock() + 60 * request.minutes)
     with progress.bytes(f"fetch {request.model}") as on_bytes:
         checkpoint = resolve(request.model, revision=request.revision, cache_dir=request.cache_dir, on_bytes=on_bytes)
     config = support.load_config(checkpoint)
     support.model_class(config)
-    layers = feature_layers(config, request.layout)
+    if request.layout == "pruned":
+        resolve_layers(request.layers, int(config.num_hidden_layers))  # text takes hours: refuse before
+    layers = () if request.layout == "pruned" else feature_layers(config, request.layout)
     tokenizer = load_tokenizer(checkpoint)
     starts, complete = user_starts(tokenizer, request.prompts)
     with progress.step(f"load {checkpoint.name}"):
         model = load_model(checkpoint)
         weights = fingerprint_of(model)
         check_output(model, tokenizer.encode(_TEXT))
+        decoder_layers(model)
     template = template_of(tokenizer, model.generation_config.eos_token_id)
     plan = WritingPlan(template=template, starts=starts, complete=complete)
     work = open_work(request.work, _about_text(request, weights, plan))
@@ -103,7 +113,9 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
     try:
         texts = _texts(call, model.to(torch.bfloat16), job, work, layers)
         target = Target(name=checkpoint.name, vocabulary=fingerprint(tokens_of(tokenizer)), weights=weights)
-        return _train(call, model, work, texts, target)
+        if request.layout == "pruned":
+            return _prune(call, model, work, texts, target, tokenizer, checkpoint.documents)
+        return _train(call, model, work, texts, target, request.layout)
     except _OutOfTimeError:
         progress.say(f"the minutes are over; the same command goes on from {request.work}")
         return None
@@ -131,7 +143,7 @@ def _texts(call: _Call, model: Any, job: WritingJob, work: Work, layers: Sequenc
     return [load_texts(shard_path(work.texts, number), folder) for number, folder in zip(numbers, folders, strict=True)]
 
 
-def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Target) -> Path:
+def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Target, layout: Layout) -> Path:
     request = call.request
     matrix = model.get_output_embeddings().weight.detach()
     vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
@@ -141,23 +153,23 @@ def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Targ
     embed = model.get_input_embeddings()
     learn = Dataset(texts, embed, vocabulary, held_out=cut, measure=False)
     held = Dataset(texts[:1], embed, vocabulary, held_out=cut, measure=True)
-    head = head_for(model, request.layout, ffn=request.ffn, seed=request.training.seed)
+    head = head_for(model, layout, ffn=request.ffn, seed=request.training.seed)
     trainer = Trainer(head, learn, rows, request.training)
-    path = work.checkpoint(request.layout)
+    path = work.checkpoint(layout)
     about = {"tokens": total, "vocabulary": len(vocabulary), "ffn": head.ffn, **asdict(request.training)}
     if path.is_file():
         trainer.restore(path, about)
     _loop(call, trainer, held, path, about)
     agreed = trainer.measure(held)
     card = Card(
-        layout=request.layout, target=target, layers=feature_layers(model.config, request.layout), ffn=head.ffn,
+        layout=layout, target=target, layers=feature_layers(model.config, layout), ffn=head.ffn,
         vocabulary_size=len(vocabulary), coverage=round(coverage(texts, vocabulary), 4), tokens=total,
         updates=trainer.state.update, planned_updates=trainer.state.updates, loss=round(trainer.state.loss, 4),
-        agreement=tuple(round(value, 4) for value in by_step(agreed)),
-        block_efficiency=round(block_efficiency(agreed), 3), training=request.training, command=request.command,
+        agreement=_rounded(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=request.training,
+        command=request.command,
         tools={name: version(name) for name in _TOOLS},
     )  # fmt: skip
-    write_head(request.out, request.layout, trainer.average, vocabulary, card)
+    write_head(request.out, layout, trainer.average, vocabulary, card)
     call.progress.say(
         f"head: {request.out.stat().st_size / 1e6:.1f} MB; chains of 5 give {card.block_efficiency:.2f} tokens per "
         "target call on held-out answers"
@@ -165,7 +177,57 @@ def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Targ
     return request.out
 
 
-def _loop(call: _Call, trainer: Trainer, held: Dataset, path: Path, about: dict[str, Any]) -> None:
+def _prune(
+    call: _Call, model: Any, work: Work, texts: list[Texts], target: Target, tokenizer: Any, documents: dict[str, str]
+) -> Path:
+    """Drop layers, heal what is left, and write it; nothing is healed where `epochs` is 0."""
+    request, plan = call.request, call.request.training
+    influences = influence(model, texts[0].text, num_tokens=_INFLUENCE)
+    layers = kept_layers(influences, resolve_layers(request.layers, len(influences) + 1))
+    draft = pruned(model, layers)
+    total = sum(len(part.text.tokens) for part in texts)
+    training, held = _healing(model, draft, texts, request, held_out=min(_HELD_OUT, total // 16))
+    before = training.measure(held)
+    call.progress.say(
+        f"layers {', '.join(map(str, layers))} of {len(influences) + 1}; greedy chains of 5 give "
+        f"{block_efficiency(before):.2f} tokens per target call on held-out answers"
+    )
+    path = work.checkpoint(f"pruned-{len(layers)}")
+    about = {"tokens": total, "vocabulary": request.vocabulary_size, "layers": list(layers), **asdict(plan)}
+    if plan.epochs:
+        if path.is_file():
+            training.restore(path, about)
+        _loop(call, training, held, path, about)
+    agreed, state = training.measure(held), training.state
+    card = DraftCard(
+        target=target, layers=layers, influence=influences, tokens=total, updates=state.update,
+        planned_updates=state.updates, loss=None if isnan(state.loss) else round(state.loss, 4),
+        agreement_before=_rounded(before), block_efficiency_before=round(block_efficiency(before), 3),
+        agreement=_rounded(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=plan,
+        command=request.command, tools={name: version(name) for name in _TOOLS},
+    )  # fmt: skip
+    write_draft(request.out, draft, training.average, card, tokenizer=tokenizer, documents=documents)
+    if plan.epochs:
+        call.progress.say(f"healed: {card.block_efficiency:.2f} tokens per target call")
+    return request.out
+
+
+def _healing(
+    model: Any, draft: Any, texts: list[Texts], request: DistillRequest, *, held_out: int
+) -> tuple[Healing, HealingTexts]:
+    """Return the training of a pruned model, and what it is measured on."""
+    embed, matrix = model.get_input_embeddings(), model.get_output_embeddings().weight.detach()
+    vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
+    learn = HealingTexts(texts, embed, vocabulary, held_out=held_out, measure=False)
+    held = HealingTexts(texts[:1], embed, vocabulary, held_out=held_out, measure=True)
+    return Healing(draft, learn, matrix, vocabulary, request.training), held
+
+
+def _rounded(agreed: torch.Tensor) -> tuple[float, ...]:
+    return tuple(round(value, 4) for value in by_step(agreed))
+
+
+def _loop(call: _Call, trainer: Training, held: Dataset, path: Path, about: dict[str, Any]) -> None:
     """Train to the end, or until the minutes are over; report and keep checkpoints on the way."""
     state = trainer.state
     meter = _Meter(call, "train", state.updates - state.update, unit="updates")

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from specrt.acceptance import Proposal
 from specrt.drafters import Drafter, NoDrafter
+from specrt.drafters.combined import CombinedDrafter
 from specrt.sampling import Sampler
 from specrt.stats import Statistics
 from specrt.tree import check_tree
@@ -31,6 +33,17 @@ class GuardedDrafter:
         self.name = drafter.name
         self._drafter, self._stats, self._vocab_size, self._takes_trees = drafter, stats, vocab_size, takes_trees
         self._budget_s, self._clock = budget_s, clock
+
+    @classmethod
+    def guarding(
+        cls, drafter: Drafter, stats: Statistics, *, vocab_size: int, takes_trees: bool, budget_s: float | None,
+        clock: Callable[[], float],
+    ) -> Self:  # fmt: skip
+        """Guard a drafter; of a combined one each part by itself, so that the other goes on."""
+        guard = partial(cls, stats=stats, vocab_size=vocab_size, takes_trees=takes_trees, clock=clock)
+        if isinstance(drafter, CombinedDrafter):
+            return guard(drafter.with_parts(partial(guard, budget_s=budget_s)), budget_s=None)
+        return guard(drafter, budget_s=budget_s)
 
     def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
         """Begin a request; see `Drafter`."""

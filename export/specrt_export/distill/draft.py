@@ -1,0 +1,71 @@
+"""Pruned drafts on disk: an ordinary transformers directory, and a card that says what it is and how it came to be."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specrt_export.distill.card import Target
+from specrt_export.distill.train import TrainingPlan
+from specrt_export.errors import ExportError
+from specrt_export.staging import staging
+from specrt_profiles.codec import encode
+
+CARD = "draft.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCard:
+    """What a pruned draft is.
+
+    layers: of the target, that it has. influence: of each layer of the target but the last (`prune.influence`).
+    agreement: how often each token of greedy chains of 5 is the target's, on greedy answers that were held out;
+    block_efficiency: tokens per target call that follow from it; both also as they were before healing.
+    """
+
+    target: Target
+    layers: tuple[int, ...]
+    influence: tuple[float, ...]
+    tokens: int
+    updates: int
+    planned_updates: int
+    loss: float | None
+    agreement_before: tuple[float, ...]
+    block_efficiency_before: float
+    agreement: tuple[float, ...]
+    block_efficiency: float
+    training: TrainingPlan
+    command: str
+    tools: dict[str, str]
+
+
+def check_draft_path(path: Path) -> None:
+    """Raise `ExportError` for a path that no draft can be written to; a draft that is there may be replaced."""
+    if path.exists() and not (path / CARD).is_file():
+        raise ExportError(f"{path}: expected the folder of an earlier pruned draft or a new one, found other things")
+    if not path.absolute().parent.is_dir():
+        raise ExportError(f"{path}: there is no folder {path.parent}")
+
+
+def write_draft(
+    path: Path, draft: Any, weights: Mapping[str, torch.Tensor], card: DraftCard, *, tokenizer: Any,
+    documents: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Write a draft with `weights` in the place of what it was trained from, in bfloat16; it appears when complete.
+
+    documents: licence and the like of the target, which travel with the draft.
+    """
+    parameters = dict(draft.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            parameters[name].copy_(value)
+    draft.to(torch.bfloat16)
+    with staging(path) as folder:
+        draft.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for name, text in documents.items():
+            (folder / name).write_text(text, "utf-8")
+        (folder / CARD).write_text(json.dumps(encode(card), indent=2) + "\n", "utf-8")

@@ -1,0 +1,76 @@
+"""How a request drafts: its options resolved against what the artifact and the machine offer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specrt.drafters import ngram
+from specrt.errors import RequestError
+from specrt.machine import Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How a request drafts: the drafter by name, most tokens and seconds per proposal, where the drafters look.
+
+    adaptive: k is where it begins, and from there on what pays within max_step_ms per step.
+    """
+
+    drafter: str
+    k: int
+    adaptive: bool
+    max_step_ms: float | None
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+    suffix_cache: bool
+    draft_budget_s: float | None
+    strict: bool
+
+
+def resolve_speculation(
+    given: Mapping[str, Any], *, drafters: Mapping[str, int], default: str, choice: Choice | None, max_k: int
+) -> Speculation:
+    """Fill what `given` leaves out, by the machine's choice if no other drafter is named, else by the artifact.
+
+    drafters: the default k of each.
+
+    Raises `RequestError` for an unknown drafter or a k above the ladder.
+    """
+    if choice is not None and "drafter" not in given:
+        default = choice.drafter
+        given = {"k": choice.k, "max_step_ms": choice.max_step_ms} | dict(given) if "k" not in given else given
+    drafter = given.get("drafter", default)
+    if drafter not in (*drafters, "none"):
+        raise RequestError(f"drafter: the artifact has {', '.join((*drafters, 'none'))}, found {drafter!r}")
+    asked = given.get("k", "auto")
+    k = min(drafters.get(drafter, 0), max_k) if asked == "auto" else int(asked)
+    if not 0 <= k <= max_k:
+        raise RequestError(f"k: expected 0 (plain) to {max_k} (the widest verify call less one), found {k}")
+    max_step_ms = given.get("max_step_ms")
+    if max_step_ms is not None and (asked != "auto" or not max_step_ms > 0):
+        raise RequestError(f"max_step_ms: expected a number above 0, with k 'auto', found {max_step_ms}, k {asked!r}")
+    longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
+    shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
+    ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
+    budget_ms = given.get("draft_budget_ms")
+    if budget_ms is not None and not 0 < budget_ms < math.inf:
+        raise RequestError(f"draft_budget_ms: expected above 0, found {budget_ms}")
+    return Speculation(
+        drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
+        prompt_lookup_max=longest, prompt_lookup_min=shortest, suffix_cache=given.get("suffix_cache", False),
+        draft_budget_s=None if budget_ms is None else budget_ms / 1e3, strict=given.get("strict", False),
+    )  # fmt: skip
+
+
+def check_repeatable(how: Speculation, given: Mapping[str, Any], *, combined: bool) -> None:
+    """Raise `RequestError` for options with which the text of a seed would not be the same again.
+
+    For requests with a seed whose guesses are drawn from a law: what is guessed decides which of the texts comes out.
+    """
+    if given.get("k") == "auto" or how.max_step_ms is not None:
+        raise RequestError("k: with coupling 'rejection' a seed's text depends on k: give it, or leave out seed")
+    others = {"draft_budget_ms": how.draft_budget_s is not None, "suffix_cache": combined and how.suffix_cache}
+    for name, is_set in others.items():
+        if is_set:
+            raise RequestError(f"{name}: with coupling 'rejection' a seed's text depends on it: leave out one of them")
