@@ -217,3 +217,28 @@ def assert_lossless(artifact: Path, cache_dir: Path) -> None:
                     num_proposed += result.stats.num_proposed
                     num_accepted += result.stats.num_accepted
     assert 0 < num_accepted < num_proposed
+
+
+def make_head(source: Path, path: Path, layout: str, *, d2t: bool = True, own_matrix: bool = False) -> Path:
+    """Save a random-weight head for a model under the names of published ones; without `d2t` it guesses all tokens."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    from specrt_export.distill.card import published_name
+    from specrt_export.distill.head import head_for
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    head = head_for(model, layout, ffn=None, seed=1)  # type: ignore[arg-type]
+    tensors = {
+        published_name(layout, name): p.data.clone()  # type: ignore[arg-type]
+        for name, p in head.named_parameters()
+    }
+    ids = torch.arange(0, VOCAB_SIZE, 2) if d2t else torch.arange(VOCAB_SIZE)
+    if d2t:
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.isin(torch.arange(VOCAB_SIZE), ids)
+    if own_matrix:
+        tensors["lm_head.weight"] = model.get_output_embeddings().weight.data[ids].clone()
+    save_file(tensors, path)
+    return path

@@ -8,16 +8,21 @@ from typing import Any
 
 from specrt_export import support
 from specrt_export.checkpoint import resolve
-from specrt_export.decoder import Dialect, trace
+from specrt_export.decoder import Dialect
 from specrt_export.dialect_ort import OrtDialect
 from specrt_export.dialect_trt import TensorrtDialect
+from specrt_export.distill.features import taps
 from specrt_export.engine import EngineRequest, build_engine
 from specrt_export.errors import ExportError
 from specrt_export.estimate import estimate, show_bytes
 from specrt_export.generation import generation_defaults
+from specrt_export.head_engine import HEAD, TOKENS_FILE, HeadRequest, TargetParts, build_head
+from specrt_export.head_file import read_head
+from specrt_export.head_graph import trace_head
 from specrt_export.parity import most_rows
 from specrt_export.progress import Progress
 from specrt_export.staging import check_disk, check_output, link_files, list_files, staging
+from specrt_export.target_graph import trace
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
 from specrt_profiles.generation import write_generation
 from specrt_profiles.manifest import (
@@ -30,6 +35,7 @@ from specrt_profiles.manifest import (
     write_manifest,
 )
 from specrt_profiles.profile import DialectName, Precision, Profile
+from specrt_profiles.tensors import DecoderDims
 from specrt_profiles.vocabulary import check_draft_vocabulary, tokens_by_id
 
 NO_ENGINE = (*MODEL_FREE, "none")  # values of `draft` that need no exported engine
@@ -46,18 +52,20 @@ _DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensor
 class ExportRequest:
     """What to export and where to.
 
-    `draft` is `ngram`, `suffix`, `none` or a model. With `add_to`, `model` is None: the artifact there is copied to
-    `out` and the copy gets the drafter.
+    `draft` is `ngram`, `suffix`, `none` or a model, None for the head if there is one, else `ngram`. `head` is the file
+    of a head for the target. With `add_to`, `model` is None: the artifact there is copied to `out` and the copy gets
+    the drafter.
     """
 
     model: str | None
-    draft: str
+    draft: str | None
     profile: Profile
     out: Path
     cache_dir: Path
     revision: str | None = None
     add_to: Path | None = None
     overwrite: bool = False
+    head: Path | None = None
 
 
 def export(request: ExportRequest, progress: Progress) -> Path:
@@ -73,10 +81,10 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     profile = (
         request.profile if base is None else replace(base.profile, draft_precision=request.profile.draft_precision)
     )
-    _check_dialect(profile, request.draft)
+    _check_dialect(profile, request)
     target = None if request.model is None else _prepare("target", request.model, profile, request, progress)
     draft = None
-    if request.draft not in NO_ENGINE:
+    if request.draft is not None and request.draft not in NO_ENGINE:
         changed = replace(profile, precision=profile.draft_precision, trees=False)  # only targets verify
         draft = _prepare("draft", request.draft, changed, request, progress)
     tokenizer = load_tokenizer(target.checkpoint) if target is not None else None
@@ -94,7 +102,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
             manifest = base
         if draft is not None:
             manifest = _build_draft(manifest, draft, folder, progress)
-        default = _MODEL_DRAFTER if draft is not None else request.draft
+        default = _MODEL_DRAFTER if draft is not None else request.draft or (HEAD if request.head else "ngram")
         write_manifest(folder, replace(manifest, default_drafter=default, files=list_files(folder, manifest.files)))
         read_manifest(folder)
     return request.out
@@ -110,6 +118,9 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
     if name == "draft" and longest is not None:
         profile = replace(profile, capacity=min(profile.capacity, longest))
     dims = support.check_supported(checkpoint, config, profile)
+    head = None if request.head is None or name != "target" else _prepare_head(request.head, config, dims, profile)
+    if head is not None:
+        dims = replace(dims, feature_size=head.dims.feature_size)
     window = support.narrow_window(config, profile)
     tied = bool(getattr(config, "tie_word_embeddings", True))
     sizes = estimate(checkpoint, dims, profile, tied=tied, num_rows=most_rows(profile, window=window))
@@ -119,11 +130,26 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
         f"tokens, peak memory of this export about {show_bytes(sizes.peak_memory)}"
     )
     with progress.step(f"{name}: trace the graph"):
-        traced = trace(config, dims, profile, _DIALECTS[profile.dialect](profile))
+        traced = trace(
+            config, dims, profile, _DIALECTS[profile.dialect](profile), taps=() if head is None else head.taps
+        )
     return EngineRequest(
         name=name, checkpoint=checkpoint, dims=dims, traced=traced, profile=profile, window=window,
-        num_bytes=sizes.artifact,
+        num_bytes=sizes.artifact, head=head,
     )  # fmt: skip
+
+
+def _prepare_head(path: Path, config: Any, dims: DecoderDims, profile: Profile) -> HeadRequest:
+    """Read, check and trace a head."""
+    head = read_head(path, config, vocab_size=dims.vocab_size)
+    layers = taps(head.layout, dims.num_layers)
+    own = replace(
+        dims, num_layers=1, feature_size=dims.hidden_size * max(1, len(layers)),
+        vocab_size=dims.vocab_size if head.token_ids is None else len(head.token_ids),
+    )  # fmt: skip
+    profile = replace(profile, precision=profile.draft_precision, kv_precision="same", trees=False, output="logits")
+    traced = trace_head(config, head, dims.vocab_size, own, profile, _DIALECTS[profile.dialect](profile))
+    return HeadRequest(head=head, config=config, taps=layers, dims=own, profile=profile, traced=traced)
 
 
 def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress: Progress) -> Manifest:
@@ -135,7 +161,7 @@ def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress:
         progress.say(f"    left out of the model's generation config: {', '.join(ignored)}")
     write_generation(folder, defaults)
     _write_documents(target, folder, prefix="")
-    return Manifest(
+    manifest = Manifest(
         profile=target.profile,
         vocabulary=vocabulary_of(tokenizer, built.generation_config, num_rows=target.dims.vocab_size),
         engines={"target": built.spec},
@@ -143,6 +169,21 @@ def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress:
         default_drafter="ngram",
         tools={name: version(name) for name in _TOOLS},
         files=built.files,
+    )
+    if target.head is None or built.parts is None:
+        return manifest
+    return _build_head(manifest, target.head, built.parts, folder, progress)
+
+
+def _build_head(
+    manifest: Manifest, head: HeadRequest, parts: TargetParts, folder: Path, progress: Progress
+) -> Manifest:  # fmt: skip
+    spec, files = build_head(head, parts, folder, progress)
+    drafter = DrafterSpec(
+        kind="eagle", engine=HEAD, vocabulary=manifest.vocabulary.fingerprint, tokens=TOKENS_FILE
+    )  # fmt: skip
+    return replace(
+        manifest, heads={HEAD: spec}, drafters={**manifest.drafters, HEAD: drafter}, files={**manifest.files, **files}
     )
 
 
@@ -183,10 +224,14 @@ def _write_documents(engine: EngineRequest, folder: Path, *, prefix: str) -> Non
         (folder / f"{prefix}{name}").write_text(text, "utf-8")
 
 
-def _check_dialect(profile: Profile, draft: str) -> None:
-    """Refuse a precision that the dialect does not have."""
+def _check_dialect(profile: Profile, request: ExportRequest) -> None:
+    """Refuse a precision that the dialect does not have, and a head that no engine would run."""
     chosen: dict[str, Precision] = {"--precision": profile.precision}
-    if draft not in NO_ENGINE:
+    if request.head is not None and profile.dialect != "ort":
+        raise ExportError(f"--head: expected --dialect ort, found {profile.dialect}: only ONNX Runtime runs heads yet")
+    if request.head is not None and request.add_to is not None:
+        raise ExportError("--head: expected a MODEL, whose graph gives the features that heads read, found --add-to")
+    if request.head is not None or request.draft not in (None, *NO_ENGINE):
         chosen["--draft-precision"] = profile.draft_precision
     known = _PRECISIONS[profile.dialect]
     for option, precision in chosen.items():

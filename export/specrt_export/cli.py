@@ -27,10 +27,18 @@ def default_cache_dir() -> Path:
 Examples:
   specrt export smollm2-135m -o artifacts/smollm2
   specrt export qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b --precision int4 -o artifacts/qwen
+  specrt export smollm2-135m --head heads/smollm2.safetensors -o artifacts/smollm2-eagle
   specrt export --add-to artifacts/smollm2 --draft ./my-draft -o artifacts/smollm2-drafted""")  # fmt: skip
 @click.argument("model", required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
-@click.option("--draft", metavar="MODEL|ngram|suffix|none", help="The artifact's default drafter.  [default: ngram]")
+@click.option(
+    "--draft",
+    metavar="MODEL|ngram|suffix|none",
+    help="The artifact's default drafter.  [default: the --head, else ngram]",
+)
+@click.option(
+    "--head", type=click.Path(path_type=Path), metavar="FILE", help="EAGLE head for MODEL, .safetensors; see 'distill'."
+)
 @click.option(
     "--profile", metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.  [default: cpu]"
 )
@@ -38,7 +46,7 @@ Examples:
 @click.option(
     "--draft-precision",
     type=click.Choice(PRECISIONS),
-    help="Weights of a draft model.  [default: the profile's]",
+    help="Weights of a draft model or head.  [default: the profile's]",
 )
 @click.option(
     "--kv-precision", type=click.Choice(["same", "fp32", "int8"]), help="Keys and values.  [default: the profile's]"
@@ -64,7 +72,7 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def export_command(
-    model: str | None, out: Path, draft: str | None, profile: str | None, precision: str | None,
+    model: str | None, out: Path, draft: str | None, head: Path | None, profile: str | None, precision: str | None,
     draft_precision: str | None, kv_precision: str | None, dialect: str | None, trees: bool | None, output: str | None,
     capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool,
 ) -> None:  # fmt: skip
@@ -81,20 +89,21 @@ def export_command(
         fixed: dict[str, object] = {
             "--profile": profile, "--precision": precision, "--kv-precision": kv_precision, "--dialect": dialect,
             "--trees": trees, "--output": output, "--capacity": capacity, "--revision": revision,
+            "--head": head,
         }  # fmt: skip
         if given := [name for name, value in fixed.items() if value is not None]:
             raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
         if draft is None:
             raise click.UsageError("--add-to needs a --draft: a model, ngram, suffix or none")
-    if draft_precision is not None and draft in (None, *NO_ENGINE):
-        raise click.UsageError("--draft-precision needs a draft model: --draft MODEL")
+    if draft_precision is not None and head is None and draft in (None, *NO_ENGINE):
+        raise click.UsageError("--draft-precision needs a draft model or head: --draft MODEL or --head FILE")
     chosen = load_profile(
         profile or "cpu", precision=precision, draft_precision=draft_precision, kv_precision=kv_precision,
         dialect=dialect, trees=trees, output=output, capacity=capacity,
     )  # fmt: skip
     request = ExportRequest(
-        model=model, draft=draft or "ngram", profile=chosen, out=out, cache_dir=cache_dir,
-        revision=revision, add_to=add_to, overwrite=overwrite,
+        model=model, draft=draft, profile=chosen, out=out, cache_dir=cache_dir, revision=revision, add_to=add_to,
+        overwrite=overwrite, head=head,
     )  # fmt: skip
     click.echo(export(request, Progress()))
 

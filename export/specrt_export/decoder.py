@@ -2,49 +2,52 @@
 
 The model's own code runs unchanged but for four things: attention comes from the dialect, the cache hands keys and
 values through (the attention operator stores them), rotary embeddings are read from tables, and the output matrix
-sees only the rows that are asked for. What is traced is a skeleton without weights, made from the configuration: what
-cannot be traced is known before any weight is read, and no second copy of the weights is ever needed.
+sees only the rows that are asked for. What is traced is a skeleton without weights: what cannot be traced is known
+before any weight is read, and no second copy of the weights is ever needed.
 """
 
 import contextlib
-import copy
 import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
 import onnx_ir as ir
 import torch
 import torch.onnx
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_export.rotary import Rotary, RotaryTable
 from specrt_profiles.profile import Profile
-from specrt_profiles.tensors import DecoderDims, graph_inputs, graph_outputs
+from specrt_profiles.tensors import DecoderDims, TensorSpec
 
 OPSET = 23
 _ATTENTION = "specrt"
 _ROTATE = "apply_rotary_pos_emb"
 _Pair = tuple[torch.Tensor, torch.Tensor]
+Contract = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]  # inputs, outputs
 
 
 @dataclass(slots=True)
 class Call:
-    """Inputs of the call by name, and KV buffers; the dialect's attention leaves each layer's new ones in `present`."""
+    """Inputs of the call by name, and KV buffers; the dialect's attention leaves each layer's new ones in `present`.
+
+    features: what modules that are watched were given, in the order of the watching.
+    """
 
     inputs: Mapping[str, torch.Tensor]
     past: list[_Pair]
     present: dict[int, _Pair] = field(default_factory=dict)
     rotary: Rotary | None = None
     rotated: _Pair | None = None
+    features: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +70,27 @@ class Dialect(Protocol):
         ...
 
 
-def trace(config: Any, dims: DecoderDims, profile: Profile, dialect: Dialect) -> ir.Model:
-    """Return the graph of the model that `config` describes.
+def trace_as(
+    make: Callable[[], "Wrapper"], contract: Contract, dims: DecoderDims, profile: Profile, dialect: Dialect
+) -> ir.Model:  # fmt: skip
+    """Return the graph of what `make` returns, with the inputs and outputs of `contract`.
 
-    It has the inputs and outputs of `specrt_profiles.tensors`, but for best tokens, which come later (`best`); its
-    initializers that are weights or buffers of the model hold placeholders under the names of `weights_of`. Raises
+    Its initializers that are weights or buffers of the model hold placeholders under the names of `weights_of`. Raises
     `UnsupportedModelError` for a model whose attention the dialect cannot do, `ExportError` with torch's reason when
     the model cannot be traced.
     """
     try:
-        return _trace(config, dims, profile, dialect, fuse_rotation=True)
+        return _trace(make(), contract, dims, profile, dialect, fuse_rotation=True)
     except _RotationIsNotLastError:  # then the model has to rotate by itself
-        return _trace(config, dims, profile, dialect, fuse_rotation=False)
+        return _trace(make(), contract, dims, profile, dialect, fuse_rotation=False)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Return a model's decoder layers."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedModelError(f"{type(model).__name__} keeps its layers in a way that heads are not made for")
+    return layers
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -96,24 +108,26 @@ class _RotationIsNotLastError(Exception):
     """Something happens to query or key between rotation and attention."""
 
 
-def _trace(config: Any, dims: DecoderDims, profile: Profile, dialect: Dialect, *, fuse_rotation: bool) -> ir.Model:
+def _trace(
+    wrapper: "Wrapper", contract: Contract, dims: DecoderDims, profile: Profile, dialect: Dialect, *,
+    fuse_rotation: bool,
+) -> ir.Model:  # fmt: skip
+    model = wrapper.attending
     with contextlib.ExitStack() as stack:
-        model = _skeleton(config, getattr(torch, profile.float_type))
-        wrapper = _Wrapper(model)
         stack.enter_context(_quiet())
         try:
             stack.enter_context(_replaced(model, wrapper, dims, profile, dialect, fuse_rotation))
-            return _export(wrapper, dims, profile).model
+            return _export(wrapper, *contract).model
         except Exception as error:
             ours = (UnsupportedModelError, _RotationIsNotLastError)
             for cause in (error, error.__cause__, error.__context__):  # torch wraps what is raised while it traces
                 if isinstance(cause, ours):
                     raise cause from None
             reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise ExportError(f"torch could not trace {type(model).__name__}: {reason}") from error
+            raise ExportError(f"torch could not trace {type(wrapper.decoder).__name__}: {reason}") from error
 
 
-class _PassThrough(Cache):  # type: ignore[misc]
+class PassThrough(Cache):  # type: ignore[misc]
     """A cache that returns what it is given: the attention operator does the storing."""
 
     is_compileable = False
@@ -122,45 +136,50 @@ class _PassThrough(Cache):  # type: ignore[misc]
         self.layers: list[Any] = []
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> _Pair:
+        """Return what it is given."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0."""
         return 0
 
 
-class _Wrapper(nn.Module):
-    """Gives the decoder the contract's inputs and outputs."""
+class Wrapper(nn.Module):
+    """Gives a model the contract's inputs and outputs."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.decoder = decoder
         self.call: Call | None = None
-        self._cache = cache_argument(decoder)
+
+    @property
+    def attending(self) -> nn.Module:
+        """The part whose attention is replaced."""
+        return self.decoder
 
     def forward(self, call: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return all outputs."""
         self.call = Call(call, list(zip(past[::2], past[1::2], strict=True)))
-        cache = {self._cache: _PassThrough()}
-        ids = {name: call[name] for name in ("input_ids", "position_ids")}
-        out = self.decoder(**ids, use_cache=True, **cache)
+        out = self.compute(self.call)
         present = [self.call.present[layer] for layer in range(len(self.call.past))]
-        return (out.logits.float(), *(tensor for pair in present for tensor in pair))
+        return (*out, *(tensor for pair in present for tensor in pair))
 
-    def rows_wanted(self) -> torch.Tensor:
-        """Return the rows of the call being traced that get logits."""
-        assert self.call is not None
-        return self.call.inputs["logits_indices"]
+    def compute(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """Return the outputs but for the KV buffers."""
+        raise NotImplementedError
 
 
-def _export(wrapper: nn.Module, dims: DecoderDims, profile: Profile) -> torch.onnx.ONNXProgram:
-    inputs, outputs = graph_inputs(dims, profile), graph_outputs(dims, replace(profile, output="logits"))
-    sizes = {"width": 8, "rows": 4}
-    symbols = {name: torch.export.Dim(name, min=0 if name == "rows" else 1, max=1 << 20) for name in sizes}
+def _export(
+    wrapper: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> torch.onnx.ONNXProgram:  # fmt: skip
+    sizes = {"width": 8, "rows": 4, "new": 5, "own": 3}
+    symbols = {name: torch.export.Dim(name, min=int(name == "width"), max=1 << 20) for name in sizes}
     args, dynamic = {}, {}
     for spec in inputs:
         shape = [sizes[d] if isinstance(d, str) else d for d in spec.shape]
         args[spec.name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
         dynamic[spec.name] = {axis: symbols[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
-    kv = [spec.name for spec in inputs[-2 * dims.num_layers :]]
+    kv = [spec.name for spec in inputs if spec.name.startswith("past_")]
     with torch.no_grad():
         program = torch.onnx.export(
             wrapper.eval(), _call_and_past(args, kv), dynamo=True, optimize=False, verbose=False, opset_version=OPSET,
@@ -176,23 +195,11 @@ def _call_and_past(named: Mapping[str, Any], kv: list[str]) -> tuple[dict[str, A
     return {name: value for name, value in named.items() if name not in kv}, [named[name] for name in kv]
 
 
-def _skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the model, every weight a zero stretched to its shape."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-            setattr(module, name, nn.Parameter(zeros, requires_grad=False))
-    skeleton: nn.Module = model.eval()
-    return skeleton
-
-
 @contextlib.contextmanager
 def _replaced(
-    model: Any, wrapper: _Wrapper, dims: DecoderDims, profile: Profile, dialect: Dialect, fuse_rotation: bool
+    model: Any, wrapper: Wrapper, dims: DecoderDims, profile: Profile, dialect: Dialect, fuse_rotation: bool
 ) -> Iterator[None]:
-    """Swap attention, rotary modules and the output matrix's input; put back what belongs to transformers."""
+    """Swap attention and rotary modules; put back what belongs to transformers."""
     with contextlib.ExitStack() as stack:
         tables = _swap_rotary(model, dims, profile)
         for module in _modeling_modules(model):
@@ -202,9 +209,6 @@ def _replaced(
         AttentionInterface.register(_ATTENTION, _attention(wrapper, dialect))
         stack.callback(AttentionInterface._global_mapping.pop, _ATTENTION)
         model.set_attn_implementation(_ATTENTION)
-        model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, inputs: (torch.index_select(inputs[0], 1, wrapper.rows_wanted()),)
-        )
         yield
 
 
@@ -230,7 +234,7 @@ def _modeling_modules(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in sorted(names) if _ROTATE in vars(sys.modules[name])]
 
 
-def _rotation(original: Any, tables: list[RotaryTable], wrapper: _Wrapper, dims: DecoderDims) -> Any:
+def _rotation(original: Any, tables: list[RotaryTable], wrapper: Wrapper, dims: DecoderDims) -> Any:
     def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, *args: Any, **kwargs: Any) -> _Pair:
         found = next((rotary for table in tables if (rotary := table.rotary(cos)) is not None), None)
         if found is None or query.shape[-1] != dims.head_dim:
@@ -243,7 +247,7 @@ def _rotation(original: Any, tables: list[RotaryTable], wrapper: _Wrapper, dims:
     return rotate
 
 
-def _attention(wrapper: _Wrapper, dialect: Dialect) -> Any:
+def _attention(wrapper: Wrapper, dialect: Dialect) -> Any:
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
         scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,

@@ -20,13 +20,14 @@ from specrt_export.checkpoint import Checkpoint
 from specrt_export.decoder import weights_of
 from specrt_export.errors import CheckpointError, ExportError
 from specrt_export.fit import fit_blocks, fit_symmetric, to_round
+from specrt_export.head_engine import HeadRequest, TargetParts, check_target, parts_of
 from specrt_export.integer import KINDS, Form, is_linear, plan
 from specrt_export.kv import Scales, kv_scales
 from specrt_export.lint_trt import lint_tensorrt
 from specrt_export.parity import Round
 from specrt_export.progress import Progress
 from specrt_export.quantize import OffsetBlocks, SymmetricBlocks
-from specrt_export.support import TASK
+from specrt_export.support import load_model
 from specrt_export.timing import integer_products_are_exact, product_seconds
 from specrt_export.weights import Chosen, product_groups
 from specrt_profiles.exactness import find_exact_widths
@@ -43,7 +44,8 @@ Blocks = TypeVar("Blocks", OffsetBlocks, SymmetricBlocks)
 class EngineRequest:
     """What to build: `name` is `target` or `draft`, `profile.precision` is this engine's, `traced` its graph so far.
 
-    `window` is the width of a sliding window narrower than the capacity, or None; `num_bytes` the estimated size.
+    `window` is the width of a sliding window narrower than the capacity, or None; `num_bytes` the estimated size;
+    `head` what reads its features.
     """
 
     name: str
@@ -53,15 +55,17 @@ class EngineRequest:
     profile: Profile
     window: int | None
     num_bytes: int
+    head: HeadRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """The manifest entry and files of an engine, and the generation config of its source."""
+    """The manifest entry and files of an engine, the generation config of its source, and what its head needs."""
 
     spec: EngineSpec
     files: dict[str, FileEntry]
     generation_config: Any
+    parts: TargetParts | None
 
 
 def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress: Progress) -> BuiltEngine:
@@ -75,12 +79,15 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
     generation_config, architecture = model.generation_config, type(model).__name__
     texts = parity.reference_tokens(tokenizer, profile, window=request.window)
     _check_tokens(texts, request)
+    if request.head is not None:
+        check_target(request.head, model, request.checkpoint.name, texts[0])
     reference = folder / f"{name}.reference.npz"
     with progress.step(f"{name}: reference logits from the source"):
         source = parity.source_logits(model, texts)
         write_reference(reference, texts, source)
     path = folder / f"{name}.onnx"
     chosen = _choose(model, request, tokenizer, progress)
+    parts = None if request.head is None else parts_of(model, request.head.taps, texts, chosen)
     hashes, rounding = _write_graph(model, request, chosen, path, progress)
     weight_bytes = graph.read_bytes(request.traced)
     rounded = None
@@ -107,32 +114,7 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
         outputs=graph_outputs(request.dims, profile), parity=measured, exact_widths=exact,
     )  # fmt: skip
     files = {file: FileEntry(size=(folder / file).stat().st_size, sha256=digest) for file, digest in hashes.items()}
-    return BuiltEngine(spec=spec, files=files, generation_config=generation_config)
-
-
-def load_model(checkpoint: Checkpoint) -> Any:
-    """Load the source model through Optimum's TasksManager, in the type its weights are stored in.
-
-    Raises `CheckpointError` when transformers cannot, or when a weight is missing (it would be drawn at random).
-    """
-    import torch
-    from optimum.exporters.tasks import TasksManager
-
-    dtype = torch.float32 if checkpoint.gguf_file else "auto"
-    loader = TasksManager.get_model_class_for_task(TASK, framework="pt", library="transformers")
-    try:
-        model, report = loader.from_pretrained(
-            str(checkpoint.directory), dtype=dtype, output_loading_info=True, **checkpoint.from_pretrained
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-        line = str(error).strip().splitlines()[0][:200]
-        raise CheckpointError(f"{checkpoint.name}: transformers cannot load it: {line}") from error
-    if report["missing_keys"]:
-        names = ", ".join(sorted(report["missing_keys"])[:3])
-        raise CheckpointError(
-            f"{checkpoint.name}: {len(report['missing_keys'])} weights are missing ({names}): download it again"
-        )
-    return model.eval()
+    return BuiltEngine(spec=spec, files=files, generation_config=generation_config, parts=parts)
 
 
 def _check_tokens(texts: list[list[int]], request: EngineRequest) -> None:

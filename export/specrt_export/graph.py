@@ -1,7 +1,7 @@
 """From a traced decoder to the graph that ships: weights, fusion, lint, one data file."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from specrt_export.errors import ExportError, UnsupportedModelError
 from specrt_export.kv import store_kv_as_floats, store_kv_as_int8
 from specrt_export.packing import pack_products
 from specrt_export.parity import Round
+from specrt_export.shared import find_same
 from specrt_export.weight_only import dequantize_before_products
 from specrt_export.weights import SAME_BYTES, Chosen, attach_weights
 from specrt_export.wide import widen
@@ -133,10 +134,13 @@ def lint(
                 raise ExportError(f"the graph's {what} {name} has shape {shape}, expected {list(spec.shape)}")
 
 
-def save(model: ir.Model, path: Path, on_bytes: Callable[[int], None]) -> dict[str, str]:
+def save(
+    model: ir.Model, path: Path, on_bytes: Callable[[int], None], *, shared: Sequence[ir.ExternalTensor] = ()
+) -> dict[str, str]:
     """Write `path` and `path`.data, one tensor after the other; return the SHA-256 of both files by name.
 
-    `on_bytes` is told of every piece written. At most one weight is held in memory besides the source.
+    `on_bytes` is told of every piece written. At most one weight is held in memory besides the source. shared: tensors
+    in other files beside it; what has their bytes is read from there and not written again.
     """
     data = path.with_name(path.name + ".data")
     digest = hashlib.sha256()
@@ -147,6 +151,9 @@ def save(model: ir.Model, path: Path, on_bytes: Callable[[int], None]) -> dict[s
             tensor = value.const_value
             assert tensor is not None
             if tensor.nbytes <= _INLINE_LIMIT:
+                continue
+            if (same := find_same(tensor, shared)) is not None:
+                value.const_value = same
                 continue
             key = value.metadata_props.pop(SAME_BYTES, name)
             if key not in places:
@@ -187,11 +194,11 @@ def read_bytes(model: ir.Model) -> int:
     Tables that are only gathered from (an embedding that is not the output matrix as well) are left out: of them a call
     reads a row per token.
     """
-    sizes: dict[int | str, int] = {}
+    sizes: dict[str, int] = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is not None and {node.op_type for node, _ in value.uses()} - _GATHERS:
-            place = (tensor.offset or 0) if isinstance(tensor, ir.ExternalTensor) else name
+            place = f"{tensor.location} {tensor.offset}" if isinstance(tensor, ir.ExternalTensor) else name
             sizes[place] = tensor.nbytes
     return sum(sizes.values())
 

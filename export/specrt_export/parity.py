@@ -120,8 +120,10 @@ class GraphRunner:
         self._last = profile.capacity - 1
         self._names = {spec.name for spec in inputs}
 
-    def __call__(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
-        """Feed tokens from `start` on, padded to `width`; return logits [len(token_ids), V]."""
+    def __call__(
+        self, token_ids: Sequence[int], start: int, width: int, others: Mapping[str, NDArray[np.float32]] | None = None
+    ) -> NDArray[np.float32]:
+        """Feed tokens from `start` on, padded to `width`, and other inputs; return logits [len(token_ids), V]."""
         ids = np.zeros((1, width), np.int64)
         ids[0, : len(token_ids)] = token_ids
         binding = self._session.io_binding()
@@ -133,6 +135,7 @@ class GraphRunner:
             "write_indices": np.array([start]),
             "tree_mask": np.tri(width, dtype=np.bool_)[None],
             "logits_indices": np.arange(width),
+            **(others or {}),
         }
         for name in call.keys() & self._names:
             binding.bind_cpu_input(name, call[name])

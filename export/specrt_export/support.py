@@ -82,6 +82,31 @@ def decoder_dims(config: Any) -> DecoderDims:
     )
 
 
+def load_model(checkpoint: Checkpoint) -> Any:
+    """Load the source model through Optimum's TasksManager, in the type its weights are stored in.
+
+    Raises `CheckpointError` when transformers cannot, or when a weight is missing (it would be drawn at random).
+    """
+    import torch
+    from optimum.exporters.tasks import TasksManager
+
+    dtype = torch.float32 if checkpoint.gguf_file else "auto"
+    loader = TasksManager.get_model_class_for_task(TASK, framework="pt", library="transformers")
+    try:
+        model, report = loader.from_pretrained(
+            str(checkpoint.directory), dtype=dtype, output_loading_info=True, **checkpoint.from_pretrained
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        line = str(error).strip().splitlines()[0][:200]
+        raise CheckpointError(f"{checkpoint.name}: transformers cannot load it: {line}") from error
+    if report["missing_keys"]:
+        names = ", ".join(sorted(report["missing_keys"])[:3])
+        raise CheckpointError(
+            f"{checkpoint.name}: {len(report['missing_keys'])} weights are missing ({names}): download it again"
+        )
+    return model.eval()
+
+
 def longest_context(config: Any) -> int | None:
     """Return the number of positions the model knows, or None if it does not say."""
     for name in ("max_position_embeddings", "n_positions"):
@@ -129,7 +154,7 @@ def _has_experts(config: dict[str, Any]) -> bool:
 
 def _wrong_size(config: Any, dims: DecoderDims, profile: Profile) -> str | None:
     limit = longest_context(config)
-    if min(astuple(dims)) < 1:
+    if min(astuple(dims)[:-1]) < 1:  # all but the features, which only targets of heads have
         return f"expected positive sizes, found {dims}"
     if dims.head_dim % 8:
         return f"its head size {dims.head_dim} is not a multiple of 8, which the attention operator needs"

@@ -18,7 +18,7 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # present if the model has one
 GENERATION_FILE = "generation.json"
-DrafterKind = Literal["ngram", "suffix", "model"]
+DrafterKind = Literal["ngram", "suffix", "model", "eagle"]
 MODEL_FREE: tuple[DrafterKind, ...] = ("ngram", "suffix")  # drafters that need no files: every artifact has them
 COMBINED = "combined"  # stands for LOOKUP and the first drafter that the artifact brings; see `Manifest.parts`
 LOOKUP: DrafterKind = "suffix"
@@ -115,17 +115,19 @@ class Vocabulary:
 class DrafterSpec:
     """A drafter that the artifact offers; one of kind `model` names its engine and the vocabulary it was made for.
 
+    One of kind `eagle` names its head among `Manifest.heads`, and the file with the id of each token it can guess.
     Those that need no files are there whether they are listed or not; artifacts once listed `ngram`.
     """
 
     kind: DrafterKind
     engine: str | None = None
     vocabulary: str | None = None
+    tokens: str | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of manifest.json."""
+    """The content of manifest.json. `heads` are engines that read the target's features; see `tensors`."""
 
     format: Literal["specrt-artifact"] = _FORMAT
     schema: int = SCHEMA
@@ -136,6 +138,7 @@ class Manifest:
     default_drafter: str
     tools: Mapping[str, str]
     files: Mapping[str, FileEntry] = field(default_factory=dict)
+    heads: Mapping[str, EngineSpec] = field(default_factory=dict, metadata=OPTIONAL)
 
     @property
     def target(self) -> EngineSpec:
@@ -159,6 +162,11 @@ class Manifest:
             return LOOKUP, neural[0]
         lookup, _, other = drafter.partition("+")
         return (lookup, other) if lookup in MODEL_FREE and other in neural else None
+
+    def reads_target(self, drafter: str) -> bool:
+        """Tell whether a drafter, or a part of it, reads what the target computes, so that it cannot be replayed."""
+        names = self.parts(drafter) or (drafter,)
+        return any(name in self.drafters and self.drafters[name].kind == "eagle" for name in names)
 
     def default_k(self, drafter: str) -> int:
         """Return the k of a request that names none: the profile's for a draft model, else the most there is.
@@ -264,14 +272,24 @@ def _problem(manifest: Manifest) -> str | None:
     ends = [token for token in manifest.vocabulary.eos_token_ids if not 0 <= token < manifest.target.vocab_size]
     if ends:
         return f"vocabulary.eos_token_ids: expected ids below {manifest.target.vocab_size}, found {ends[0]}"
-    for name, engine in manifest.engines.items():
-        problem = _engine_problem(engine, manifest.files)
-        if problem:
-            return f"engines.{name}.{problem}"
+    for where, engines in (("engines", manifest.engines), ("heads", manifest.heads)):
+        for name, engine in engines.items():
+            problem = _engine_problem(engine, manifest.files)
+            if problem:
+                return f"{where}.{name}.{problem}"
+    return _drafter_problem(manifest)
+
+
+def _drafter_problem(manifest: Manifest) -> str | None:
+    """Say which drafter lacks something, or was made for another target."""
     for name, drafter in manifest.drafters.items():
+        if drafter.kind == "eagle" and drafter.engine not in manifest.heads:
+            return f"drafters.{name}.engine: no head is named {drafter.engine!r}"
+        if drafter.kind == "eagle" and drafter.tokens not in manifest.files:
+            return f"drafters.{name}.tokens: {drafter.tokens!r} is not among the listed files"
         if drafter.kind == "model" and drafter.engine not in manifest.engines.keys() - {"target"}:
             return f"drafters.{name}.engine: no draft engine is named {drafter.engine!r}"
-        if drafter.kind == "model" and drafter.vocabulary != manifest.vocabulary.fingerprint:
+        if drafter.kind in ("model", "eagle") and drafter.vocabulary != manifest.vocabulary.fingerprint:
             return (
                 f"drafters.{name}: made for vocabulary {drafter.vocabulary}, the target has "
                 f"{manifest.vocabulary.fingerprint}: add the drafter to this target again"

@@ -18,6 +18,7 @@ slots, H heads of D values, V rows of the output matrix, T the type that the gra
 | best_logits (the same) | float32 | [B, R] | its logit |
 | top_ids (`Profile.output` top-k) | int64 | [B, R, K] | tokens of the K largest logits, in any order where they tie |
 | top_logits (`Profile.output` top-k) | float32 | [B, R, K] | their logits, falling |
+| features (targets with a head) | float32 | [B, W, F] | what the target computes of each row, for the head to read |
 | present_key.{i}, present_value.{i} | T or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
 
 A call writes KV slots start .. start + W - 1, and no slot beyond a row's own position has any part in it, so a rollback
@@ -25,6 +26,17 @@ is only a smaller `start` in the next call. The two dialects (`Profile.dialect`)
 marked with one of them. In the TensorRT dialect a slot out of sight weighs nothing, but is multiplied with: buffers
 start as zeros there, and hold finite numbers always. Whoever calls keeps start + W within S: TensorRT drops what is
 written beyond it and says nothing.
+
+A head (EAGLE, `head_inputs`) has the same calls but for trees: row i stands for token i + 1 and the target's feature of
+token i. Rows have a feature each, the target's or what an earlier call of the head left, N + M = W:
+
+| tensor | type | shape | content |
+|---|---|---|---|
+| features | float32 | [B, N, F] | the target's |
+| hidden | float32 | [B, M, H] | the head's own, of the rows that follow |
+| logits | float32 | [B, R, V] | V: the tokens that the head can guess |
+| confidence | float32 | [B, R] | the probability of the best of them |
+| next_hidden | float32 | [B, R, H] | what the next row takes as `hidden` |
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +73,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDims:
-    """Sizes of a decoder: layers, query and KV heads, values per head, rows of the output matrix."""
+    """Sizes of a decoder: layers, query and KV heads, values per head, rows of the output matrix.
+
+    feature_size: values per row of `features`, 0 where there are none.
+    """
 
     num_layers: int
     num_heads: int
@@ -69,6 +84,7 @@ class DecoderDims:
     head_dim: int
     hidden_size: int
     vocab_size: int
+    feature_size: int = 0
 
     def kv_bytes(self, num_tokens: int, kv_type: KvName) -> int:
         """Bytes of KV buffers that hold `num_tokens` tokens."""
@@ -117,7 +133,32 @@ def graph_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]
         for name, dtype in ((TOP_IDS, "int64"), (TOP_LOGITS, "float32"))
     )
     small = {"logits": (), "argmax": best, "top-k": (*best, *top)}[profile.output]
-    return (logits, *small, *_kv(dims, profile, present_names))
+    features = TensorSpec(name="features", dtype="float32", shape=(profile.batch_size, WIDTH, dims.feature_size))
+    more = (features,) if dims.feature_size else ()
+    return (logits, *small, *more, *_kv(dims, profile, present_names))
+
+
+def head_inputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a head's graph, in graph order; `dims.feature_size` is what it reads of the target."""
+    batch = profile.batch_size
+    call = graph_inputs(dims, profile)
+    kv = call[len(call) - 2 * dims.num_layers :]
+    rows = (
+        TensorSpec(name="features", dtype="float32", shape=(batch, "new", dims.feature_size)),
+        TensorSpec(name="hidden", dtype="float32", shape=(batch, "own", dims.hidden_size)),
+    )
+    return (*call[: -len(kv)], *rows, *kv)
+
+
+def head_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a head's graph, in graph order."""
+    batch = profile.batch_size
+    return (
+        TensorSpec(name="logits", dtype="float32", shape=(batch, ROWS, dims.vocab_size)),
+        TensorSpec(name="confidence", dtype="float32", shape=(batch, ROWS)),
+        TensorSpec(name="next_hidden", dtype="float32", shape=(batch, ROWS, dims.hidden_size)),
+        *_kv(dims, profile, present_names),
+    )
 
 
 def _kv(dims: DecoderDims, profile: Profile, names: Callable[[int], tuple[str, str]]) -> tuple[TensorSpec, ...]:

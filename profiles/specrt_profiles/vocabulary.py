@@ -1,9 +1,13 @@
-"""Do two tokenizers mean the same by every token id?"""
+"""Do two tokenizers mean the same by every token id, and which tokens can a head guess?"""
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
-from specrt_profiles.errors import VocabularyError
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt_profiles.errors import ManifestError, VocabularyError
 
 
 def tokens_by_id(vocabulary: Mapping[str, int]) -> list[str | None]:
@@ -40,3 +44,16 @@ def check_draft_vocabulary(target: list[str | None], draft: list[str | None], *,
             f"the draft has another vocabulary: {draft_rows} embedding rows for the target's {len(target)} tokens: "
             "choose a draft that shares the target's tokenizer"
         )
+
+
+def read_token_ids(path: Path, *, size: int, vocab_size: int) -> NDArray[np.int64]:
+    """Return the ids of a head's rows [size], all different; raises `ManifestError` for a file that has others."""
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ManifestError(f"{path}: not readable as token ids ({error}): copy the artifact again") from None
+    whole = isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.shape == (size,)
+    if not whole or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size or len(np.unique(ids)) < size:
+        raise ManifestError(f"{path}: expected {size} different token ids below {vocab_size}: copy the artifact again")
+    found: NDArray[np.int64] = ids
+    return found

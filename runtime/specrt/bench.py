@@ -108,8 +108,8 @@ def run_bench(
 ) -> list[BenchRow]:  # fmt: skip
     """Measure plain-1, plain and each drafter at each k; `on_run` is called after each of `num_runs` runs.
 
-    predict: also replay every text in every setting but `plain-1`; not with coupling `rejection`, where a text is one
-    of many that a setting may give.
+    predict: also replay every text in every setting but `plain-1` and those of heads; not with coupling `rejection`,
+    where a text is one of many that a setting may give.
 
     Raises `SpecRTError` if a setting gives other tokens than plain decoding, where they must be the same.
     """
@@ -126,7 +126,12 @@ def run_bench(
         for setting in settings:
             for category in {prompt.category, "all"}:
                 runs.setdefault((category, setting.name), []).append(measured[setting.name])
-            if predict and same and setting.name != PLAIN_ONE:
+            if (
+                predict
+                and same
+                and setting.name != PLAIN_ONE
+                and not model.manifest.reads_target(setting.drafter or "")
+            ):
                 replayed = _replay(model, prompt, setting, options, ids, call_s, chat=chat)
                 for category in {prompt.category, "all"}:
                     replays.setdefault((category, setting.name), []).append(replayed)

@@ -55,7 +55,8 @@ def tune(
     if max_step_ms is not None:
         given["max_step_ms"] = max_step_ms
     with load(artifact, device=device, threads=threads) as model:
-        names = drafters or model.manifest.drafter_names
+        manifest = model.manifest
+        names = drafters or tuple(name for name in manifest.drafter_names if not manifest.reads_target(name))
         runs = num_runs(len(texts), len(names), len(model.target.verify_widths), repeats)
         with options.progress(runs) as advance:
             report = run_tune(

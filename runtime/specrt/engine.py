@@ -72,9 +72,14 @@ class Engine(Protocol):
 
 
 class KvEngine(Engine, Protocol):
-    """An engine that knows what its KV slots hold, and can copy them."""
+    """An engine that knows what its KV slots hold, and can copy them.
+
+    features: what the model computed of the token in each slot [S, F], kept, moved and copied with its KV; None for an
+    engine without.
+    """
 
     contents: KvContents
+    features: NDArray[np.float32] | None
 
     def save(self, start: int, end: int) -> KvBlock:
         """Return a copy of the slots start .. end - 1 <= kv_length, whose content is known."""
@@ -83,6 +88,36 @@ class KvEngine(Engine, Protocol):
     def restore(self, block: KvBlock) -> None:
         """Put a copy of its own slots back behind the `kv_length` tokens that preceded them when it was saved."""
         ...
+
+
+class HeadEngine(KvEngine, Protocol):
+    """A head, whose row i stands for token i + 1 of the text and a feature of token i.
+
+    `vocab_size` is the number of tokens that it can guess. Logits [V] are a view of its own buffer, valid until the
+    next call.
+    """
+
+    @property
+    def confidence(self) -> float:
+        """The probability of the best guess of the last call."""
+        ...
+
+    def read(self, token_ids: Sequence[int], features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Feed n >= 1 tokens with the target's features [n, F] of those before them; return logits after the last."""
+        ...
+
+    def step(self, token_id: int) -> NDArray[np.float32]:
+        """Feed a token with the head's own feature, which the last call left; return logits after it."""
+        ...
+
+
+def open_head(folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None) -> HeadEngine:
+    """Open a head; raises `EngineError` for a GPU, where none runs yet."""
+    if _gpu_index(resolve_device(spec, device)) is not None:
+        raise EngineError(f"device: expected cpu for the drafter eagle, found {device}: choose another drafter there")
+    from specrt.engine_ort_head import OrtHead
+
+    return OrtHead(folder, spec, threads=threads)
 
 
 def open_engine(folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None) -> KvEngine:

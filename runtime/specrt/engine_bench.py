@@ -54,7 +54,7 @@ def run_engine_bench(
     model: LanguageModel, *, threads: int | None, context: int | None, repeats: int, on_round: Callable[[], None],
     clock: Clock = time.perf_counter,
 ) -> EngineReport:  # fmt: skip
-    """Measure the target of a loaded artifact and its draft engine, if it has one.
+    """Measure the target of a loaded artifact and its draft engine, if it has one; heads are left out.
 
     threads: those the artifact was loaded with. context: tokens in the KV buffers where rows are compared, None for 256
     or half the capacity. `on_round` is called after each of `num_rounds` rounds. Raises `RequestError` for a context
@@ -70,7 +70,7 @@ def run_engine_bench(
     shapes = plan(ladder, manifest.profile.num_draft_tokens, context=context, capacity=capacity)
     with contextlib.ExitStack() as stack:
         subjects = [_subject(model, "target", model.target, shapes, context)]
-        for name in dict.fromkeys(drafter.engine for drafter in manifest.drafters.values() if drafter.engine):
+        for name in dict.fromkeys(str(spec.engine) for spec in manifest.drafters.values() if spec.kind == "model"):
             engine = open_engine(model.folder, manifest.engines[name], threads=threads)
             stack.callback(engine.close)
             subjects.append(_subject(model, name, engine, shapes, context))
@@ -84,7 +84,9 @@ def run_engine_bench(
         machine=processor(), engine_version=model.target.platform, threads=reader.threads, repeats=repeats,
         context=context, verify_widths=ladder, read_bytes=reader.num_bytes, gb_per_s=gb_per_s,
         engines=tuple(_facts(subject) for subject in subjects), calls=tuple(calls),
-        break_even=break_even(seconds, ladder, {name: spec.engine for name, spec in manifest.all_drafters.items()}),
+        break_even=break_even(
+            seconds, ladder, {name: spec.engine for name, spec in manifest.all_drafters.items() if spec.kind != "eagle"}
+        ),
     )  # fmt: skip
 
 

@@ -83,6 +83,8 @@ class BoundEngine(abc.ABC):
     decode_width: 1, or the narrowest there is.
     """
 
+    features: NDArray[np.float32] | None = None
+
     def __init__(self, spec: EngineSpec, *, platform: str, decode_width: int = 1) -> None:
         self.platform = platform
         self.vocab_size = spec.vocab_size

@@ -4,12 +4,13 @@ What a call reads and writes is allocated when its shape is first used and bound
 bound arrays and runs; KV and logits are never copied, and nothing is allocated on this side of the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specrt.engine_bound import Array, BoundCall, BoundEngine, CallInputs, input_types, kv_tensors
 from specrt.errors import EngineError
@@ -35,6 +36,8 @@ class OrtEngine(BoundEngine):
         check_contract(self._session, spec, path)
         self._names = {tensor.name for tensor in spec.inputs}
         self._kv = _allocate_kv(spec)
+        size = next((int(tensor.shape[2]) for tensor in spec.outputs if tensor.name == "features"), 0)
+        self.features = np.zeros((spec.slots, size), np.float32) if size else None
         self._logits = np.empty((max(spec.verify_widths), spec.vocab_size), np.float32)
 
     def save(self, start: int, end: int) -> KvBlock:
@@ -52,8 +55,9 @@ class OrtEngine(BoundEngine):
         self.kv_length = end
 
     def _slots(self) -> list[Array]:
-        """Return views [B, H_kv, S, D] of the KV buffers."""
-        return [value.numpy() for _, _, value in self._kv]
+        """Return views [B, .., S, ..] of what is kept of each token: the KV buffers, and the features."""
+        buffers = [value.numpy() for _, _, value in self._kv]
+        return buffers if self.features is None else [*buffers, self.features[None, None]]
 
     def _bind(self, width: int, num_rows: int) -> BoundCall:
         import onnxruntime as ort
@@ -61,21 +65,38 @@ class OrtEngine(BoundEngine):
         logits = self._logits[:num_rows]
         if num_rows > len(logits):
             logits = np.empty((num_rows, self.vocab_size), np.float32)
-        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in input_types(width, num_rows).items()}
+        types = input_types(width, num_rows) | self._more_inputs(width)
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in types.items()}
+        outputs = {"logits": logits[None]} | self._more_outputs(width)
         binding = self._session.io_binding()
         for name in arrays.keys() & self._names:
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(arrays[name]))
-        binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits[None]))
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
         for past, present, value in self._kv:
             binding.bind_ortvalue_input(past, value)
             binding.bind_ortvalue_output(present, value)
-        session = self._session
+        return BoundCall(CallInputs(arrays), self._runner(binding, outputs))
+
+    def _more_inputs(self, width: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return what a call reads besides `input_types`."""
+        return {}
+
+    def _more_outputs(self, width: int) -> dict[str, Array]:
+        """Return arrays for what a call leaves besides logits and KV."""
+        return {} if self.features is None else {"features": np.empty((1, width, self.features.shape[1]), np.float32)}
+
+    def _runner(self, binding: Any, outputs: Mapping[str, Array]) -> Callable[[int], Rows]:
+        session, features, rows = self._session, self.features, outputs.get("features")
+        logits: NDArray[np.float32] = outputs["logits"][0]
 
         def run(count: int) -> Rows:
             session.run_with_iobinding(binding)
+            if features is not None and rows is not None:
+                features[self.kv_length : self.kv_length + count] = rows[0, :count]  # the call began there
             return logits[:count]
 
-        return BoundCall(CallInputs(arrays), run)
+        return run
 
     def _move(self, slots: Sequence[int], places: Sequence[int]) -> None:
         for buffer in self._slots():
@@ -83,7 +104,7 @@ class OrtEngine(BoundEngine):
 
     def _release(self) -> None:
         self._calls.clear()
-        self._kv = []
+        self._kv, self.features = [], None
         self._session = None
 
 

@@ -21,7 +21,7 @@ def show(folder: Path) -> str:
     profile, vocabulary = manifest.profile, manifest.vocabulary
     megabytes = sum(file.size for file in manifest.files.values()) / 1e6
     rows = [("artifact", [f"{folder}: {megabytes:.0f} MB in {len(manifest.files)} files, schema {manifest.schema}"])]
-    rows += [(name, _engine(engine)) for name, engine in manifest.engines.items()]
+    rows += [(name, _engine(engine)) for name, engine in (*manifest.engines.items(), *manifest.heads.items())]
     ends = ", ".join(map(str, vocabulary.eos_token_ids)) or "none"
     drafters = f"{', '.join([*manifest.drafter_names, 'none'])}; default {manifest.default_drafter}"
     tools = ", ".join(f"{name} {version}" for name, version in manifest.tools.items())
@@ -56,7 +56,7 @@ def _engine(engine: EngineSpec) -> list[str]:
         f"from {model.source}{revision}, licence {model.licence or 'not stated'}",
         f"capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB ({_past(engine)[0].dtype})",
         f"prefill in chunks of {engine.prefill_width}, verify widths {_list(engine.verify_widths)} "
-        f"(bit-equal when exported: {_list(engine.exact_widths)})",
+        f"(bit-equal when exported: {_list(engine.exact_widths) or 'not asked'})",
         f"against its source over {parity.num_rows} rows: max |diff| {parity.max_abs_diff:.2g}, "
         f"mean KL {parity.mean_kl:.2g}, top-1 {parity.top1_agreement:.1%}, "
         f"perplexity {parity.perplexity:.2f} (source {parity.source_perplexity:.2f})",

@@ -13,10 +13,11 @@ from typing import Any, Self, Unpack
 from specrt.control import AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.combined import CombinedController, CombinedDrafter, SureController
+from specrt.drafters.eagle import EagleDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.drafters.suffix import SuffixCache, SuffixDrafter
-from specrt.engine import Engine, KvEngine, open_engine, resolve_device
+from specrt.engine import Engine, HeadEngine, KvEngine, open_engine, open_head, resolve_device
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop
 from specrt.machine import MachineFacts, MachineFile, default_cache_dir, measure_facts
@@ -34,7 +35,8 @@ from specrt.stops import StopRules
 from specrt.stream import Observer, Request, Result, Stream, check_process
 from specrt.text import Tokenizer
 from specrt_profiles.generation import read_generation
-from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, MODEL_FREE, read_manifest
+from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, DrafterSpec, read_manifest
+from specrt_profiles.vocabulary import read_token_ids
 
 
 def load(
@@ -87,6 +89,7 @@ class LanguageModel:
         self._prefixes = _prefix_cache(prefix_cache_mib, self.device)
         self._device, self._threads, self._clock, self._metrics = device, threads, clock, metrics
         self._engines: dict[str, KvEngine] = {}
+        self._heads: dict[str, HeadEngine] = {}
         self.suffix_cache = SuffixCache()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -146,7 +149,7 @@ class LanguageModel:
             return
         self._claim()
         self._closed = True
-        for engine in self._engines.values():
+        for engine in (*self._engines.values(), *self._heads.values()):
             engine.close()
         if self._prefixes is not None:
             self._prefixes.clear()
@@ -191,6 +194,8 @@ class LanguageModel:
             params, end_ids=end_ids, room=self.target.capacity - len(ids), detokenizer=self.tokenizer.detokenizer(ids)
         )
         sampler = Sampler(params, ids, vocab_size=vocab_size, end_ids=end_ids)
+        if target is not self.target and manifest.reads_target(how.drafter):
+            raise RequestError(f"drafter: {how.drafter} reads what the target computes and cannot be replayed")
         drafter, controller = self._speculation(how, params, given, prefixes)
         loop = Loop(
             target, drafter, sampler, stops, ids, controller=controller, clock=clock,
@@ -233,8 +238,9 @@ class LanguageModel:
 
     def _depends_on_k(self, drafter: str, params: SamplingParams) -> bool:
         """Tell whether guesses are drawn from a law, so that the text of a seed is another for another k."""
-        neural = self.manifest.parts(drafter) or self.manifest.all_drafters[drafter].kind not in MODEL_FREE
-        return params.coupling == "rejection" and params.temperature > 0 and bool(neural)
+        names = self.manifest.parts(drafter) or (drafter,)
+        draws = any(self.manifest.all_drafters[name].kind == "model" for name in names)
+        return params.coupling == "rejection" and params.temperature > 0 and draws
 
     def _drafter(self, name: str, how: Speculation, prefixes: PrefixCache | None) -> Drafter:
         spec = self.manifest.all_drafters[name]
@@ -243,9 +249,24 @@ class LanguageModel:
         if spec.kind == "suffix":
             cache = self.suffix_cache if how.suffix_cache else None
             return SuffixDrafter(widths=self.target.verify_widths, cache=cache)
+        if spec.kind == "eagle":
+            return self._eagle(spec, prefixes)
         engine = self._engine(str(spec.engine))
         reuse = None if prefixes is None else partial(prefixes.reuse, engine)
         return ModelDrafter(engine, vocab_size=self.target.vocab_size, reuse=reuse)
+
+    def _eagle(self, spec: DrafterSpec, prefixes: PrefixCache | None) -> Drafter:
+        """Return the head's drafter, opening the head at its first use."""
+        features, name, vocab_size = self.target.features, str(spec.engine), self.target.vocab_size
+        if features is None:
+            raise ManifestError(f"{self.folder}: has a head, but a target without features: export it again")
+        entry = self.manifest.heads[name]
+        if name not in self._heads:
+            self._heads[name] = open_head(self.folder, entry, threads=self._threads, device=self._device)
+        head = self._heads[name]
+        ids = read_token_ids(self.folder / str(spec.tokens), size=entry.vocab_size, vocab_size=vocab_size)
+        reuse = None if prefixes is None else partial(prefixes.reuse, head)
+        return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, reuse=reuse)
 
     def _facts(self) -> MachineFacts:
         spec = self.manifest.target

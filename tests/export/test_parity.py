@@ -195,7 +195,7 @@ def prove(tiny_source: Path, tiny_artifact: Path) -> Callable[[], tuple[Parity, 
         num_bytes=0,
     )  # fmt: skip
     texts = reference_tokens(load_tokenizer(checkpoint), tiny.TINY_PROFILE)
-    source = source_logits(engine.load_model(checkpoint), texts)
+    source = source_logits(support.load_model(checkpoint), texts)
     return lambda: engine._prove(request, tiny_artifact / "target.onnx", texts, source)
 
 

@@ -177,13 +177,14 @@ def test_every_value_of_another_type_is_named_by_its_path(shared: Path) -> None:
 
 def is_entry(keys: Keys) -> bool:
     """Tell whether a path is an entry of a list or of a table with free names: leaving it out breaks no type."""
-    tables = ({"engines"}, {"drafters"}, {"tools"}, {"files"}, {"vocabulary", "special_tokens"})
+    tables = ({"engines"}, {"heads"}, {"drafters"}, {"tools"}, {"files"}, {"vocabulary", "special_tokens"})
     return isinstance(keys[-1], int) or set(map(str, keys[:-1])) in tables
 
 
 def may_be_absent(keys: Keys) -> bool:
     """Tell whether artifacts written before a key came to be are read without it."""
-    return keys == ("profile", "output") or (len(keys) == 3 and (keys[0], keys[2]) == ("engines", "plan"))
+    places = {("engines", "plan"), ("heads", "plan"), ("drafters", "tokens")}
+    return keys in {("heads",), ("profile", "output")} or (len(keys) == 3 and (keys[0], keys[2]) in places)
 
 
 def test_every_key_left_out_is_named(shared: Path) -> None:

@@ -1,12 +1,14 @@
 """What the drafters propose, and the bookkeeping of the draft engine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from parts import ListDrafter, run
 from specrt.acceptance import Proposal
+from specrt.drafters.eagle import EagleDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.errors import RequestError
@@ -161,3 +163,71 @@ def test_tokens_only_the_draft_knows_are_never_proposed() -> None:
     drafter = ModelDrafter(ToyEngine(V + 4, logits=loud), vocab_size=V)
     drafter.start([0, 1], make_sampler([0, 1]))
     assert drafter.propose([0, 1], 3).token_ids == (V - 1,) * 3
+
+
+class ToyHead(ToyEngine):
+    """A head over toy rows, on all of which its logits depend: it must be given each one's token and feature."""
+
+    confidence = 0.5
+    num_read = 0
+
+    def read(self, token_ids: Sequence[int], features: np.ndarray) -> np.ndarray:
+        assert len(token_ids) == len(features) > 0
+        assert self.kv_length == self.num_read, "rows of guesses are still there"
+        self.num_read += len(token_ids)
+        assert features[:, 0].tolist() == list(range(self.kv_length, self.kv_length + len(token_ids)))
+        self.prefill(token_ids)
+        return self._row(self.kv_length)
+
+    def step(self, token_id: int) -> np.ndarray:
+        return self.decode(token_id)
+
+
+def eagle(prompt: Sequence[int], *, ids: Sequence[int] = range(V), capacity: int = 64) -> EagleDrafter:
+    """Return the drafter of a head whose logits are the target's of the tokens `ids`."""
+    head = ToyHead(V, capacity=capacity, logits=lambda rows: hashed_logits([prompt[0], *rows], V)[list(ids)])
+    features = np.arange(80.0, dtype=np.float32)[:, None]  # of each position its number
+    return EagleDrafter(head, features=features, token_ids=np.array(ids), vocab_size=V)
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 9])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 3}, {"repetition_penalty": 1.4}], ids=str)
+@pytest.mark.parametrize("prompt", [[0, 1], [3] * 20], ids=len)
+def test_a_head_that_knows_the_target_is_always_right(prompt: list[int], params: dict[str, Any], k: int) -> None:
+    plain, _, _ = run(ToyEngine(V), prompt=prompt, max_tokens=40, **params)
+    ids, loop, _ = run(ToyEngine(V), eagle(prompt), prompt=prompt, k=k, max_tokens=40, **params)
+    assert ids == plain
+    assert loop.stats.num_drafter_faults == 0
+    assert loop.stats.num_accepted == loop.stats.num_proposed > 15
+
+
+def test_a_head_that_guesses_few_tokens_guesses_those() -> None:
+    for params in ({}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "seed": 3, "coupling": "rejection"}):
+        plain, _, _ = run(ToyEngine(V), max_tokens=40, **params)
+        ids, loop, _ = run(ToyEngine(V), eagle([0, 1], ids=[4, 2]), k=3, max_tokens=40, **params)
+        assert ids == plain
+        assert loop.stats.num_drafter_faults == 0
+        assert 0 < loop.stats.num_accepted < loop.stats.num_proposed
+
+
+@pytest.mark.parametrize("ids", [list(range(V)), [4, 2]])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "coupling": "rejection", "seed": 3}], ids=str)
+def test_a_head_takes_the_most_probable_of_its_tokens(params: dict[str, Any], ids: list[int]) -> None:
+    """Sampling by ratio as well: a draw would be the target's own."""
+    sampler = make_sampler([0, 1], **params)
+    drafter = eagle([0, 1], ids=ids)
+    drafter.start([0, 1], sampler)
+    proposal = drafter.propose([0, 1], 3)
+    known = [0, 1]
+    for token in proposal.token_ids:
+        assert token == ids[int(hashed_logits(known, V)[ids].argmax())]
+        known.append(token)
+    assert proposal.probs is None
+    assert proposal.confidence == 0.5
+
+
+def test_a_head_stops_at_its_capacity_and_says_nothing_after_one_token() -> None:
+    ids, loop, _ = run(ToyEngine(V), eagle([0, 1], capacity=20), k=5, max_tokens=40)
+    assert (len(ids), loop.stats.num_drafter_faults) == (40, 0)
+    ids, loop, _ = run(ToyEngine(V), eagle([2]), prompt=[2], k=5, max_tokens=1)
+    assert (len(ids), loop.stats.num_proposed) == (1, 0)

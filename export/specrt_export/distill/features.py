@@ -14,6 +14,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from torch import nn
 
+from specrt_export.decoder import decoder_layers
 from specrt_export.distill.shards import TextShard
 from specrt_export.errors import UnsupportedModelError
 
@@ -70,14 +71,6 @@ def watching(model: Any, layers: Sequence[int], *, logits: bool) -> Iterator[dic
     finally:
         for handle in handles:
             handle.remove()
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """Return a model's decoder layers."""
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedModelError(f"{type(model).__name__} keeps its layers in a way that heads are not made for")
-    return layers
 
 
 def check_output(model: Any, token_ids: Sequence[int]) -> None:

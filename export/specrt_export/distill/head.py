@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
-from specrt_export.decoder import cache_argument
-from specrt_export.distill.features import decoder_layers, taps
+from specrt_export.decoder import cache_argument, decoder_layers
+from specrt_export.distill.features import taps
 from specrt_export.errors import UnsupportedModelError
 
 Layout = Literal["eagle", "eagle3"]
@@ -59,7 +59,7 @@ class Head(nn.Module):
             x = self.fc(torch.cat([embeddings, feature.to(embeddings.dtype)], -1))
         else:
             x = feature
-            self.decoder.layers[0].input_layernorm.embeddings = embeddings
+            self.decoder.layers[0].input_layernorm.beside.embeddings = embeddings
         out = self.decoder(inputs_embeds=x, position_ids=positions, use_cache=True, **{self._cache: cache})
         result: torch.Tensor = out.last_hidden_state
         return result
@@ -69,16 +69,22 @@ class Head(nn.Module):
         return nn.functional.linear(self.norm(feature), rows)
 
 
+class _Beside:
+    """Holds a tensor that is no part of a module's state, which is what the exporter would take it for."""
+
+    embeddings = torch.empty(0)
+
+
 class _SideBySide(nn.Module):
     """Norm of the embeddings beside norm of the feature: what an EAGLE-3 layer's attention reads."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.input_layernorm, self.hidden_norm = norm, copy.deepcopy(norm)
-        self.embeddings = torch.empty(0)
+        self.beside = _Beside()
 
     def forward(self, feature: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.input_layernorm(self.embeddings), self.hidden_norm(feature)], -1)
+        return torch.cat([self.input_layernorm(self.beside.embeddings), self.hidden_norm(feature)], -1)
 
 
 def head_for(model: Any, layout: Layout, *, ffn: int | None, seed: int) -> Head:

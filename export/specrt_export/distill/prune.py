@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM
 
-from specrt_export.distill.features import decoder_layers, in_groups, padded, watching
+from specrt_export.decoder import decoder_layers
+from specrt_export.distill.features import in_groups, padded, watching
 from specrt_export.distill.shards import TextShard
 from specrt_export.errors import ExportError
 

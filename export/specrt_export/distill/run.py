@@ -13,10 +13,11 @@ import torch
 
 from specrt_export import support
 from specrt_export.checkpoint import resolve
+from specrt_export.decoder import decoder_layers
 from specrt_export.distill.card import Card, Target, check_head_path, fingerprint_of, write_head
 from specrt_export.distill.data import Dataset, Texts, coverage, draft_vocabulary, load_texts
 from specrt_export.distill.draft import DraftCard, check_draft_path, write_draft
-from specrt_export.distill.features import check_output, collect, decoder_layers
+from specrt_export.distill.features import check_output, collect
 from specrt_export.distill.head import Layout, feature_layers, head_for
 from specrt_export.distill.heal import Healing, HealingTexts
 from specrt_export.distill.loss import block_efficiency, by_step
@@ -28,7 +29,6 @@ from specrt_export.distill.turns import template_of, user_starts
 from specrt_export.distill.work import Work, open_work
 from specrt_export.distill.workers import WritingJob, write_shards
 from specrt_export.distill.writer import BatchSize
-from specrt_export.engine import load_model
 from specrt_export.progress import Progress
 from specrt_export.tokenizer import load_tokenizer, tokens_of
 from specrt_profiles.vocabulary import fingerprint
@@ -102,7 +102,7 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
     tokenizer = load_tokenizer(checkpoint)
     starts, complete = user_starts(tokenizer, request.prompts)
     with progress.step(f"load {checkpoint.name}"):
-        model = load_model(checkpoint)
+        model = support.load_model(checkpoint)
         weights = fingerprint_of(model)
         check_output(model, tokenizer.encode(_TEXT))
         decoder_layers(model)

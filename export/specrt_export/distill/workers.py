@@ -18,8 +18,8 @@ from specrt_export.checkpoint import Checkpoint
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.shards import shard_path, write_shard
 from specrt_export.distill.writer import BatchSize, write_text
-from specrt_export.engine import load_model
 from specrt_export.errors import ExportError
+from specrt_export.support import load_model
 
 _POLL_S = 0.5
 

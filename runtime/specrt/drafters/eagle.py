@@ -1,0 +1,84 @@
+"""A head as drafter: one layer that reads what the target computed (EAGLE, arXiv 2401.15077, 2406.16858, 2503.01840).
+
+Row i of the head stands for token i + 1 and a feature of token i. With n committed tokens the target has features of
+the first n - 1, which give the head's rows up to n - 2 and its guess at token n. Rows of guesses go on from there with
+the head's own features; they are dropped when the guess is made, and the target's features take their place after the
+next verify call.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrt.acceptance import Proposal
+from specrt.engine import HeadEngine
+from specrt.prefix_cache import Reuse
+from specrt.sampling import Sampler
+
+_CLASSES = 5  # of confidence: what a controller learns, it learns for each
+
+
+class EagleDrafter:
+    """Guesses a chain with a head.
+
+    features: the target engine's, [S, F], which it keeps as it goes. token_ids: of the head's logits [V]. Greedy and
+    `gumbel` requests get guesses under the same parameters (and noise) as the target's; `rejection` requests the most
+    probable token, which no chance has a part in. reuse: a prefix cache for the head, if there is one.
+    """
+
+    name = "eagle"
+
+    def __init__(
+        self, head: HeadEngine, *, features: NDArray[np.float32], token_ids: NDArray[np.int64], vocab_size: int,
+        reuse: Reuse | None = None,
+    ) -> None:  # fmt: skip
+        self._head, self._features, self._token_ids, self._reuse = head, features, token_ids, reuse
+        self._row = np.full(vocab_size, -np.inf, np.float32)  # ids that the head lacks stay impossible
+        self._sampler: Sampler | None = None
+
+    def start(self, tokens: Sequence[int], sampler: Sampler) -> None:
+        """Feed the prompt's rows but the last one, as far as the head cannot have them from before."""
+        self._sampler = sampler
+        rows = list(tokens[1:-1])
+        if self._reuse is None:
+            self._head.rollback(0)
+        else:
+            self._reuse(rows, cold_bits=False)
+        known = self._head.kv_length
+        if rows[known:]:
+            self._head.read(rows[known:], self._features[known : len(rows)])
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        """Guess up to `limit` tokens; nothing after a single token, of whose past nothing was computed."""
+        assert self._sampler is not None, "start comes first"
+        head, known, end = self._head, self._head.kv_length, len(tokens) - 1
+        limit = min(limit, head.capacity - end + 1)
+        if end < 1 or limit < 1:
+            return Proposal()
+        logits = head.read(tokens[known + 1 :], self._features[known:end])
+        guesses: list[int] = []
+        probability = 1.0
+        while True:
+            token = self._pick(logits, position=len(tokens) + len(guesses))
+            guesses.append(token)
+            probability *= head.confidence
+            if len(guesses) == limit:
+                break
+            self._sampler.push(token)
+            logits = head.step(token)
+        head.rollback(end)
+        return Proposal(tuple(guesses), confidence=_class(probability ** (1 / len(guesses))))
+
+    def _pick(self, logits: NDArray[np.float32], *, position: int) -> int:
+        sampler = self._sampler
+        assert sampler is not None
+        if sampler.params.coupling == "rejection" and sampler.params.temperature > 0:
+            return int(self._token_ids[logits.argmax()])  # a draw here would be the target's own
+        self._row[self._token_ids] = logits
+        return sampler.pick(self._row, position=position)
+
+
+def _class(probability: float) -> float:
+    """Return the middle of the class that a probability belongs to."""
+    return (min(int(probability * _CLASSES), _CLASSES - 1) + 0.5) / _CLASSES
