@@ -149,7 +149,7 @@ def test_the_text_is_that_of_plain_decoding(model: specrt.LanguageModel, params:
         plain = model.generate(prompt, k=0, **options)
         result = model.generate(prompt, k=k, drafter="eagle", **options)
         assert result.token_ids == plain.token_ids
-        assert [token.logprob for token in result.tokens] == [token.logprob for token in plain.tokens]
+        assert result.logprobs == plain.logprobs
         assert result.stats.num_drafter_faults == 0
 
 
@@ -237,6 +237,15 @@ def test_a_failing_head_costs_no_request(model: specrt.LanguageModel, monkeypatc
     monkeypatch.setattr(OrtHead, "step", fail)
     result = model.generate([5, 9], max_tokens=20, k=3, drafter="eagle", ignore_eos=True)
     assert (result.token_ids, result.stats.num_drafter_faults, len(calls)) == (plain.token_ids, 1, 1)
+
+
+@pytest.mark.parametrize("params", [{}, GUMBEL, REJECTION], ids=str)
+def test_a_combined_drafter_takes_the_head(model: specrt.LanguageModel, params: dict[str, Any]) -> None:
+    options = {"max_tokens": 60, "ignore_eos": True, **params}
+    plain = model.generate([5, 9, 40, 41], k=0, **options)
+    result = model.generate([5, 9, 40, 41], k=3, drafter="combined", **options)
+    assert (result.token_ids, result.stats.num_drafter_faults) == (plain.token_ids, 0)
+    assert result.stats.parts["eagle"].num_proposed > 0
 
 
 def test_what_cannot_be_done_is_said(model: specrt.LanguageModel, trained: Path, tmp_path: Path) -> None:
