@@ -31,13 +31,13 @@ class TrainingPlan:
     """
 
     epochs: int = 8
-    batch: int = 4096
+    batch: int = 1024
     steps: int = 5
     chains: float = 0.25
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
     warmup: int = 50
-    regression: float = 1.0
+    regression: float = 0.1
     decay: float = 0.8
     averaging: float = 0.998
     seed: int = 0
