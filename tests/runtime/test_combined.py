@@ -1,8 +1,9 @@
 """Two drafters as one: the right one is asked, each one's share is counted, and one goes on without the other."""
 
+import itertools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -246,22 +247,23 @@ def guesses(tokens: Sequence[int], limit: int) -> list[int]:
     return found
 
 
+def lying_clock(seed: int) -> Callable[[], float]:
+    """Return a clock that runs at another speed at every look."""
+    rng = random.Random(seed)
+    times = itertools.accumulate(rng.choice([0.0, 1e-4, 5e-3]) for _ in itertools.count())
+    return lambda: next(times)
+
+
 @pytest.mark.parametrize("k", [None, K])
 def test_clocks_that_lie_change_no_token(k: int | None) -> None:
     """Which part drafts follows times; the text does not."""
     plain, _, _ = run(ToyEngine(V), max_tokens=70, temperature=0.8, seed=3)
     seen = set()
     for seed in range(5):
-        rng, seconds = random.Random(seed), [0.0]
-
-        def clock(rng: random.Random = rng, seconds: list[float] = seconds) -> float:
-            seconds[0] += rng.choice([0.0, 1e-4, 5e-3])
-            return seconds[0]
-
         choice = CombinedController(CallCosts(CALL_S), neural="model", k=k, first=K, max_step_s=1.0)
         drafter = CombinedDrafter(ListDrafter(guesses), ModelDrafter(ToyEngine(V, salt=9), vocab_size=V), choice)
         ids, loop, _ = run(
-            ToyEngine(V), drafter, controller=choice, max_tokens=70, temperature=0.8, seed=3, clock=clock
+            ToyEngine(V), drafter, controller=choice, max_tokens=70, temperature=0.8, seed=3, clock=lying_clock(seed)
         )
         assert ids == plain
         seen.add(describe_parts(loop.stats.parts))
@@ -283,6 +285,15 @@ def test_parts_can_be_named(tiny_model: LanguageModel, name: str) -> None:
 def test_what_cannot_be_combined_is_refused(tiny_model: LanguageModel, name: Any) -> None:
     with pytest.raises(RequestError, match="the artifact has ngram, suffix, model, combined, none, found"):
         tiny_model.generate("a", drafter=name)
+
+
+def test_a_seed_repeats_a_text_of_drawn_guesses_whatever_clocks_say(tiny_model: LanguageModel) -> None:
+    options: Any = {"drafter": "combined", "coupling": "rejection", "temperature": 0.8, "seed": 4, **LONG}
+    found = set()
+    for seed in range(6):
+        with tiny_model.start("def mean(values):" * 3, options, clock=lying_clock(seed), cold=True) as stream:
+            found.add(tuple(token.id for token in stream))
+    assert len(found) == 1
 
 
 def test_a_seed_repeats_a_text_of_drawn_guesses(tiny_model: LanguageModel) -> None:
