@@ -436,3 +436,20 @@ def test_an_engine_cannot_read_a_file_outside_the_folder(artifact: Path) -> None
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation.json"])
 def test_files_every_artifact_needs_must_be_listed(artifact: Path, name: str) -> None:
     assert f"files: expected {name} among them" in edited(artifact, lambda data: data["files"].pop(name))
+
+
+def test_what_can_be_combined_and_what_can_be_replayed(artifact: Path) -> None:
+    manifest = read_manifest(artifact)
+    assert manifest.drafter_names == ("ngram", "suffix", "model", "combined")
+    assert not any(manifest.reads_target(name) for name in (*manifest.drafter_names, "none"))
+    assert [manifest.parts(name) for name in ("combined", "ngram+model", "suffix+model")] == [
+        ("suffix", "model"), ("ngram", "model"), ("suffix", "model"),
+    ]  # fmt: skip
+    for name in ("model", "model+ngram", "ngram+suffix", "ngram+none", "ngram+", "none"):
+        assert manifest.parts(name) is None
+    assert replace(manifest, drafters={}).drafter_names == ("ngram", "suffix")
+    head = DrafterSpec(kind="eagle", engine="head", vocabulary="f" * 64)
+    headed = replace(manifest, heads={"head": engine("target")}, drafters={"eagle": head})
+    assert headed.drafter_names == ("ngram", "suffix", "eagle", "combined")
+    found = [name for name in (*headed.drafter_names, "ngram+eagle") if headed.reads_target(name)]
+    assert found == ["eagle", "combined", "ngram+eagle"]

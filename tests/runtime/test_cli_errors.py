@@ -77,7 +77,7 @@ GENERATE: dict[str, tuple[list[str], str]] = {
     "template variables": (["--chat-template-kwargs", "[1]"], "expected a JSON object, found '[1]'"),
     "template variables unseen": (["--chat-template-kwargs", '{"a": 1}', "--raw"], "expected a prompt of messages"),
     "coupling": (["--coupling", "none"], "'none' is not one of 'gumbel', 'rejection'"),
-    "drafter": (["--drafter", "eagle"], "drafter: the artifact has ngram, suffix, model, none, found 'eagle'"),
+    "drafter": (["--drafter", "eagle"], "the artifact has ngram, suffix, model, combined, none, found 'eagle'"),
     "k": (["-k", "16"], "k: expected 0 (plain) to 15"),
     "k below": (["-k", "-1"], "k: expected 0 (plain) to 15"),
     "lookup long": (["--prompt-lookup-max", "33"], "expected 1 <= min <= max <= 32, found 1 and 33"),
