@@ -35,7 +35,7 @@ def copied_engines(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> dict
             (folder / path.name).write_bytes(path.read_bytes())
         spec = read_manifest(tiny_artifact).engines[request.name]
         spec = replace(spec, precision=request.profile.precision, model=engine._model_info(request.checkpoint, "Llama"))
-        return engine.BuiltEngine(spec=spec, files={}, generation_config=GenerationConfig(**settings))
+        return engine.BuiltEngine(spec=spec, files={}, generation_config=GenerationConfig(**settings), parts=None)
 
     monkeypatch.setattr(artifact, "build_engine", build)
     return settings

@@ -58,7 +58,7 @@ def test_standard_output_is_the_folder_and_nothing_else(
     [
         (["no-such-model"], "unknown model 'no-such-model'"),
         ([], "expected either a MODEL to export or --add-to DIR with a --draft"),
-        (["no-such-model", "--draft-precision", "int8"], "--draft-precision needs a draft model: --draft MODEL"),
+        (["no-such-model", "--draft-precision", "int8"], "--draft-precision needs a draft model or head: --draft MODEL"),
         (
             ["smollm2-135m", "--revision", "main"],
             "smollm2-135m is not on the hub: a revision can only be chosen of a hub",
@@ -91,6 +91,7 @@ def test_an_existing_folder_is_refused_before_anything_is_fetched(tmp_path: Path
         (["--capacity", "64"], "--capacity has no effect with --add-to"),
         (["--dialect", "tensorrt"], "--dialect has no effect with --add-to"),
         (["--trees"], "--trees has no effect with --add-to"),
+        (["--head", "head.safetensors"], "--head has no effect with --add-to"),
         (["--profile", "edge"], "--profile has no effect with --add-to"),
         ([], "--add-to needs a --draft: a model, ngram, suffix or none"),
     ],
