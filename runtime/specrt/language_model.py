@@ -21,7 +21,7 @@ from specrt.engine import Engine, HeadEngine, KvEngine, open_engine, open_head, 
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop
 from specrt.machine import MachineFacts, MachineFile, default_cache_dir, measure_facts
-from specrt.prefix_cache import PrefixCache
+from specrt.prefix_cache import PrefixCache, prefix_cache
 from specrt.requests import (
     Options,
     Prompt,
@@ -86,7 +86,7 @@ class LanguageModel:
         self.tokenizer = Tokenizer(folder, self.manifest.vocabulary, has_template=has_template)
         self._check_defaults()
         self.device = resolve_device(self.manifest.target, device)
-        self._prefixes = _prefix_cache(prefix_cache_mib, self.device)
+        self._prefixes = prefix_cache(prefix_cache_mib, self.device)
         self._device, self._threads, self._clock, self._metrics = device, threads, clock, metrics
         self._engines: dict[str, KvEngine] = {}
         self._heads: dict[str, HeadEngine] = {}
@@ -301,13 +301,3 @@ class LanguageModel:
         if self._closed:
             self._lock.release()
             raise EngineError("the artifact is closed: load it again")
-
-
-def _prefix_cache(mib: float | None, device: str) -> PrefixCache | None:
-    if mib is None:
-        return None
-    if not 0 <= mib < math.inf:
-        raise RequestError(f"prefix_cache_mib: expected 0 or more, or None for no reuse, found {mib!r}")
-    if mib and device != "cpu":
-        raise RequestError(f"prefix_cache_mib: expected 0 or None on a GPU, which keeps no copies, found {mib!r}")
-    return PrefixCache(int(mib * 2**20))

@@ -7,12 +7,14 @@ their common beginning; the least recently used go first, a text's later blocks 
 """
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from specrt.engine import KvEngine
+from specrt.errors import RequestError
 from specrt.kv import KvBlock
 
 _Key = tuple[KvEngine, int, tuple[int, ...]]  # engine, number of the block before, tokens
@@ -108,3 +110,14 @@ class PrefixCache:
                 return False
             self.num_bytes -= self._entries.pop(oldest).block.num_bytes
         return True
+
+
+def prefix_cache(mib: float | None, device: str) -> PrefixCache | None:
+    """Return a cache of so many MiB, None for none; raises `RequestError` for what a device cannot have."""
+    if mib is None:
+        return None
+    if not 0 <= mib < math.inf:
+        raise RequestError(f"prefix_cache_mib: expected 0 or more, or None for no reuse, found {mib!r}")
+    if mib and device != "cpu":
+        raise RequestError(f"prefix_cache_mib: expected 0 or None on a GPU, which keeps no copies, found {mib!r}")
+    return PrefixCache(int(mib * 2**20))

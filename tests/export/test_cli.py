@@ -58,7 +58,7 @@ def test_standard_output_is_the_folder_and_nothing_else(
     [
         (["no-such-model"], "unknown model 'no-such-model'"),
         ([], "expected either a MODEL to export or --add-to DIR with a --draft"),
-        (["no-such-model", "--draft-precision", "int8"], "--draft-precision needs a draft model or head: --draft MODEL"),
+        (["no-such-model", "--draft-precision", "int8"], "--draft-precision needs a draft model or head: "),
         (
             ["smollm2-135m", "--revision", "main"],
             "smollm2-135m is not on the hub: a revision can only be chosen of a hub",
