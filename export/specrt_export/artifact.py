@@ -26,6 +26,7 @@ from specrt_export.target_graph import trace
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
 from specrt_profiles.generation import write_generation
 from specrt_profiles.manifest import (
+    COMBINED,
     MODEL_FREE,
     TOKENIZER_FILE,
     DrafterSpec,
@@ -102,7 +103,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
             manifest = base
         if draft is not None:
             manifest = _build_draft(manifest, draft, folder, progress)
-        default = _MODEL_DRAFTER if draft is not None else request.draft or (HEAD if request.head else "ngram")
+        default = _MODEL_DRAFTER if draft is not None else request.draft or (COMBINED if request.head else "ngram")
         write_manifest(folder, replace(manifest, default_drafter=default, files=list_files(folder, manifest.files)))
         read_manifest(folder)
     return request.out

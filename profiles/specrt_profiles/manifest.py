@@ -267,7 +267,7 @@ def _problem(manifest: Manifest) -> str | None:
     missing = [name for name in (TOKENIZER_FILE, GENERATION_FILE) if name not in manifest.files]
     if missing:
         return f"files: expected {missing[0]} among them, found {sorted(manifest.files)}"
-    if manifest.default_drafter not in {*manifest.all_drafters, "none"}:
+    if manifest.default_drafter not in {*manifest.drafter_names, "none"}:
         return f"default_drafter: {manifest.default_drafter!r} is not among the drafters"
     ends = [token for token in manifest.vocabulary.eos_token_ids if not 0 <= token < manifest.target.vocab_size]
     if ends:

@@ -186,7 +186,7 @@ def without_head(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_the_manifest_describes_the_head(with_head: Path) -> None:
     manifest = read_manifest(with_head)
-    assert manifest.default_drafter == "eagle"
+    assert manifest.default_drafter == "combined"
     assert manifest.drafters["eagle"].engine == "eagle"
     head = manifest.heads["eagle"]
     assert (head.vocab_size, head.slots) == (192, manifest.target.slots)

@@ -160,11 +160,11 @@ def chat(model: specrt.LanguageModel, text: str) -> list[int]:
     return model.tokenizer.encode(model.tokenizer.render([{"role": "user", "content": text}], None))
 
 
-def test_a_trained_head_is_the_default_and_right_as_often_as_its_card_says(model: specrt.LanguageModel) -> None:
+def test_a_trained_head_is_right_as_often_as_its_card_says(model: specrt.LanguageModel) -> None:
     card = json.loads((model.folder.parent / "head.json").read_text("utf-8"))
     drafts = accepted = 0
     for text in TEXTS:
-        result = model.generate(chat(model, text), max_tokens=80, k=1, ignore_eos=True)
+        result = model.generate(chat(model, text), max_tokens=80, k=1, drafter="eagle", ignore_eos=True)
         assert result.stats.drafter == "eagle"
         drafts += result.stats.num_drafts
         accepted += result.stats.num_accepted
@@ -197,13 +197,15 @@ def test_what_reused_prompts_bring_along(
     results = []
     with specrt.load(trained, cache_dir=machine_cache, prefix_cache_mib=mib) as model:
         for cold in (False, True):
-            model.generate([7, 8], max_tokens=3, k=3)
-            model.generate(first, max_tokens=8, k=3, ignore_eos=True)
+            model.generate([7, 8], max_tokens=3, k=3, drafter="eagle")
+            model.generate(first, max_tokens=8, k=3, drafter="eagle", ignore_eos=True)
             if mib:
-                model.generate(list(range(200, 270)), max_tokens=8, k=3, ignore_eos=True)
+                model.generate(list(range(200, 270)), max_tokens=8, k=3, drafter="eagle", ignore_eos=True)
             rows.clear()
             seen.clear()
-            with model.start([*first, 4, 5, 6], {"max_tokens": 12, "k": 3, "ignore_eos": True}, cold=cold) as stream:
+            with model.start(
+                [*first, 4, 5, 6], {"max_tokens": 12, "k": 3, "drafter": "eagle", "ignore_eos": True}, cold=cold
+            ) as stream:
                 ids = [token.id for token in stream]
             results.append((ids, [proposal.token_ids for proposal in seen], sum(rows)))
     (warm_ids, warm, few), (cold_ids, cold_guesses, many) = results
