@@ -24,6 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("numprocesses", None):  # files that export real models first, so that no process ends alone
+        slow = {item.path for item in items if "real_folder" in getattr(item, "fixturenames", ())}
+        items.sort(key=lambda item: item.path not in slow)
     if browser.find() is None and not config.getoption("--browser"):
         skip = pytest.mark.skip(reason=f"no browser: install one of {', '.join(browser.NAMES)}")
         for item in items:
@@ -62,6 +65,13 @@ def half_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -
     """That Llama as an artifact at fp16, which ONNX Runtime has CUDA kernels for, with itself as draft."""
     profile = tiny.profile(precision="fp16", draft_precision="fp16")
     return export_tiny(tiny_source, tmp_path_factory.mktemp("half") / "tiny", draft=str(tiny_source), profile=profile)
+
+
+@pytest.fixture(scope="session")
+def real_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where artifacts of real models are, or will be exported to."""
+    folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specrt_profiles.manifest import MANIFEST_FILE, sha256_of
+from specrt_profiles.files import sha256_of
+from specrt_profiles.manifest import MANIFEST_FILE
 
 
 def copy_artifact(source: Path, out: Path, edit: Callable[[dict[str, Any]], None] | None = None) -> Path:

@@ -24,6 +24,7 @@ from specrt_export.progress import Progress
 from specrt_export.staging import check_disk, check_output, link_files, list_files, staging
 from specrt_export.target_graph import trace
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
+from specrt_profiles.files import check_hashes
 from specrt_profiles.generation import write_generation
 from specrt_profiles.manifest import (
     COMBINED,
@@ -31,7 +32,6 @@ from specrt_profiles.manifest import (
     TOKENIZER_FILE,
     DrafterSpec,
     Manifest,
-    check_hashes,
     read_manifest,
     write_manifest,
 )
@@ -206,7 +206,7 @@ def _build_draft(manifest: Manifest, draft: EngineRequest, folder: Path, progres
 
 def _read_base(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
-    check_hashes(folder, manifest)
+    check_hashes(folder, manifest.files)
     return manifest
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specrt_export.errors import CheckpointError
 from specrt_profiles.codec import decode
-from specrt_profiles.manifest import sha256_of
+from specrt_profiles.files import sha256_of
 
 _CHUNK = 1 << 22
 

@@ -6,6 +6,7 @@ sees only the rows that are asked for. What is traced is a skeleton without weig
 before any weight is read, and no second copy of the weights is ever needed.
 """
 
+import abc
 import contextlib
 import inspect
 import logging
@@ -144,7 +145,7 @@ class PassThrough(Cache):  # type: ignore[misc]
         return 0
 
 
-class Wrapper(nn.Module):
+class Wrapper(nn.Module, abc.ABC):
     """Gives a model the contract's inputs and outputs."""
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -164,9 +165,9 @@ class Wrapper(nn.Module):
         present = [self.call.present[layer] for layer in range(len(self.call.past))]
         return (*out, *(tensor for pair in present for tensor in pair))
 
+    @abc.abstractmethod
     def compute(self, call: Call) -> tuple[torch.Tensor, ...]:
         """Return the outputs but for the KV buffers."""
-        raise NotImplementedError
 
 
 def _export(

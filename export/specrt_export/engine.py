@@ -31,7 +31,8 @@ from specrt_export.support import load_model
 from specrt_export.timing import integer_products_are_exact, product_seconds
 from specrt_export.weights import Chosen, product_groups
 from specrt_profiles.exactness import find_exact_widths
-from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo, Parity
+from specrt_profiles.files import FileEntry
+from specrt_profiles.manifest import EngineSpec, ModelInfo, Parity
 from specrt_profiles.profile import Profile
 from specrt_profiles.reference import write_reference
 from specrt_profiles.tensors import DecoderDims, graph_inputs, graph_outputs

@@ -22,7 +22,8 @@ from specrt_export.integer import Form
 from specrt_export.progress import Progress
 from specrt_export.shared import stored
 from specrt_export.weights import Chosen
-from specrt_profiles.manifest import EngineSpec, FileEntry, ModelInfo
+from specrt_profiles.files import FileEntry
+from specrt_profiles.manifest import EngineSpec, ModelInfo
 from specrt_profiles.profile import Profile
 from specrt_profiles.reference import write_reference
 from specrt_profiles.tensors import DecoderDims, head_inputs, head_outputs

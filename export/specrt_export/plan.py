@@ -13,16 +13,8 @@ from specrt_export.builder import Builder, BuildOptions, PlanError
 from specrt_export.estimate import show_bytes
 from specrt_export.progress import Progress
 from specrt_export.staging import check_disk, check_output, link_files, list_files, staging
-from specrt_profiles.manifest import (
-    MANIFEST_FILE,
-    EngineSpec,
-    FileEntry,
-    Manifest,
-    check_hashes,
-    read_manifest,
-    sha256_of,
-    write_manifest,
-)
+from specrt_profiles.files import FileEntry, check_hashes, sha256_of
+from specrt_profiles.manifest import MANIFEST_FILE, EngineSpec, Manifest, read_manifest, write_manifest
 from specrt_profiles.plan import PlanSpec, call_shapes, kv_aliases
 
 
@@ -51,7 +43,7 @@ def build_plan(request: PlanRequest, progress: Progress) -> Path:
     copies = 2 if request.with_decode else 1
     check_disk(request.out, copies * sum(manifest.files[name].size for name in graphs))
     with progress.step("check the artifact"):
-        check_hashes(request.artifact, manifest)
+        check_hashes(request.artifact, manifest.files)
     with staging(request.out) as folder:
         kept = {name: entry for name, entry in manifest.files.items() if name not in graphs}
         link_files(kept, request.artifact, folder)

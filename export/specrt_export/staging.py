@@ -10,7 +10,8 @@ from pathlib import Path
 
 from specrt_export.errors import ExportError
 from specrt_export.estimate import show_bytes
-from specrt_profiles.manifest import MANIFEST_FILE, FileEntry, sha256_of
+from specrt_profiles.files import FileEntry, sha256_of
+from specrt_profiles.manifest import MANIFEST_FILE
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:

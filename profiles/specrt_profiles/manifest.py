@@ -1,6 +1,5 @@
 """The manifest: what an artifact holds, and the checks that a folder really is that artifact."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any, Literal
 
 from specrt_profiles.codec import OPTIONAL, decode, encode
 from specrt_profiles.errors import ManifestError
+from specrt_profiles.files import FileEntry, check_sizes
 from specrt_profiles.plan import PlanSpec, plan_problem
 from specrt_profiles.profile import DialectName, OutputName, Precision, Profile
 from specrt_profiles.tensors import BEST_IDS, TOP_IDS, TensorSpec
@@ -23,14 +23,6 @@ MODEL_FREE: tuple[DrafterKind, ...] = ("ngram", "suffix")  # drafters that need 
 COMBINED = "combined"  # stands for LOOKUP and the first drafter that the artifact brings; see `Manifest.parts`
 LOOKUP: DrafterKind = "suffix"
 _FORMAT: Literal["specrt-artifact"] = "specrt-artifact"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
-    """Size in bytes and SHA-256 of one file of the artifact."""
-
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,40 +194,8 @@ def read_manifest(folder: Path) -> Manifest:
         )
     manifest = decode(Manifest, data, where=str(path), error=ManifestError, complete=True)
     _check_references(manifest, path)
-    check_sizes(folder, manifest)
+    check_sizes(folder, manifest.files)
     return manifest
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise `ManifestError` for the first listed file that is missing, outside the folder or of another size."""
-    for name, entry in manifest.files.items():
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise ManifestError(
-                f"{folder / MANIFEST_FILE}: {name!r} is not a plain file name: the manifest was tampered with"
-            )
-        path = folder / name
-        try:
-            size = path.stat().st_size if path.is_file() else None
-        except OSError as error:
-            raise ManifestError(f"{path}: cannot be read: {error.strerror}") from None
-        if size is None:
-            raise ManifestError(f"{path}: listed in the manifest but missing: copy the whole artifact again")
-        if size != entry.size:
-            raise ManifestError(f"{path}: expected {entry.size} bytes, found {size}: copy the file again")
-
-
-def check_hashes(folder: Path, manifest: Manifest) -> None:
-    """Raise `ManifestError` for the first listed file whose content has changed."""
-    for name, entry in manifest.files.items():
-        found = sha256_of(folder / name)
-        if found != entry.sha256:
-            raise ManifestError(f"{folder / name}: expected SHA-256 {entry.sha256}, found {found}: copy the file again")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -264,6 +224,9 @@ def _problem(manifest: Manifest) -> str | None:
     """Say which entries do not fit together."""
     if "target" not in manifest.engines:
         return f"engines: expected an engine named 'target', found {sorted(manifest.engines)}"
+    for name in manifest.files:
+        if Path(name).name != name or name in ("", ".", ".."):
+            return f"{name!r} is not a plain file name: the manifest was tampered with"
     missing = [name for name in (TOKENIZER_FILE, GENERATION_FILE) if name not in manifest.files]
     if missing:
         return f"files: expected {missing[0]} among them, found {sorted(manifest.files)}"

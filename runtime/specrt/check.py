@@ -12,7 +12,8 @@ from specrt.engine import Engine, measurable_widths, open_engine
 from specrt.errors import EngineError
 from specrt.rows import Row, top_of
 from specrt_profiles.exactness import Exactness, find_exact_widths
-from specrt_profiles.manifest import EngineSpec, check_hashes, read_manifest
+from specrt_profiles.files import check_hashes
+from specrt_profiles.manifest import EngineSpec, read_manifest
 from specrt_profiles.reference import ReferenceText, read_reference
 
 _SLACK = 2.0  # other processors round differently: up to twice the distance measured at export is accepted
@@ -83,7 +84,7 @@ def check_artifact(folder: Path, *, device: str | None = None, threads: int | No
     large is reported, not raised.
     """
     manifest = read_manifest(folder)
-    check_hashes(folder, manifest)
+    check_hashes(folder, manifest.files)
     engines = []
     for name, spec in manifest.engines.items():
         engine = open_engine(folder, spec, threads=threads, device=device)

@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specrt.control import AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.combined import CombinedController, CombinedDrafter, SureController
@@ -89,7 +92,7 @@ class LanguageModel:
         self._prefixes = prefix_cache(prefix_cache_mib, self.device)
         self._device, self._threads, self._clock, self._metrics = device, threads, clock, metrics
         self._engines: dict[str, KvEngine] = {}
-        self._heads: dict[str, HeadEngine] = {}
+        self._heads: dict[str, tuple[HeadEngine, NDArray[np.int64]]] = {}
         self.suffix_cache = SuffixCache()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -149,7 +152,7 @@ class LanguageModel:
             return
         self._claim()
         self._closed = True
-        for engine in (*self._engines.values(), *self._heads.values()):
+        for engine in (*self._engines.values(), *(head for head, _ in self._heads.values())):
             engine.close()
         if self._prefixes is not None:
             self._prefixes.clear()
@@ -260,11 +263,11 @@ class LanguageModel:
         features, name, vocab_size = self.target.features, str(spec.engine), self.target.vocab_size
         if features is None:
             raise ManifestError(f"{self.folder}: has a head, but a target without features: export it again")
-        entry = self.manifest.heads[name]
         if name not in self._heads:
-            self._heads[name] = open_head(self.folder, entry, threads=self._threads, device=self._device)
-        head = self._heads[name]
-        ids = read_token_ids(self.folder / str(spec.tokens), size=entry.vocab_size, vocab_size=vocab_size)
+            entry = self.manifest.heads[name]
+            ids = read_token_ids(self.folder / str(spec.tokens), size=entry.vocab_size, vocab_size=vocab_size)
+            self._heads[name] = open_head(self.folder, entry, threads=self._threads, device=self._device), ids
+        head, ids = self._heads[name]
         reuse = None if prefixes is None else partial(prefixes.reuse, head)
         return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, reuse=reuse)
 

@@ -22,7 +22,8 @@ from specrt.check import is_as_exported, mean_kl
 from specrt.engine import Engine, measurable_widths
 from specrt.errors import EngineError, RequestError
 from specrt_profiles.exactness import find_exact_widths
-from specrt_profiles.manifest import MANIFEST_FILE, EngineSpec, sha256_of
+from specrt_profiles.files import sha256_of
+from specrt_profiles.manifest import MANIFEST_FILE, EngineSpec
 
 _log = logging.getLogger(__name__)
 _CALLS, _CONTEXT = 5, 128

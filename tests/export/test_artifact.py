@@ -15,8 +15,9 @@ import tiny
 from specrt_export import artifact, engine, graph
 from specrt_export.errors import CheckpointError, ExportError
 from specrt_profiles.errors import ManifestError, VocabularyError
+from specrt_profiles.files import check_hashes, sha256_of
 from specrt_profiles.generation import GenerationDefaults, read_generation, write_generation
-from specrt_profiles.manifest import MANIFEST_FILE, check_hashes, read_manifest, sha256_of, write_manifest
+from specrt_profiles.manifest import MANIFEST_FILE, read_manifest, write_manifest
 
 OUT_OF_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
@@ -62,7 +63,7 @@ def other_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_manifest_lists_every_file_with_size_and_hash(tiny_artifact: Path) -> None:
     manifest = read_manifest(tiny_artifact)
-    check_hashes(tiny_artifact, manifest)
+    check_hashes(tiny_artifact, manifest.files)
     names = {path.name for path in tiny_artifact.iterdir()} - {MANIFEST_FILE}
     assert set(manifest.files) == names
     engines = {f"{name}.{end}" for name in ("target", "draft") for end in ("onnx", "onnx.data", "reference.npz")}
@@ -100,7 +101,7 @@ def test_an_existing_output_is_replaced_when_asked(tiny_source: Path, tmp_path: 
     (out / "notes.txt").write_text("old", "utf-8")
     tiny.export_tiny(tiny_source, out, overwrite=True)
     assert not (out / "notes.txt").exists()
-    check_hashes(out, read_manifest(out))
+    check_hashes(out, read_manifest(out).files)
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -249,7 +250,7 @@ def test_a_new_draft_goes_into_a_copy_that_stays_lossless(
         changed = name == MANIFEST_FILE or name.startswith("draft.")
         assert (after[name] != before[name]) == changed, name
     manifest, base = read_manifest(out), read_manifest(tiny_artifact)
-    check_hashes(out, manifest)
+    check_hashes(out, manifest.files)
     assert manifest.target == base.target
     assert manifest.engines["draft"].model.licence == "mit"
     assert manifest.engines["draft"].capacity == 96
@@ -292,7 +293,7 @@ def test_only_the_default_drafter_can_be_changed_too(tiny_artifact: Path, tmp_pa
 def test_an_artifact_may_be_replaced_by_its_copy(tiny_source: Path, tmp_path: Path) -> None:
     base = tiny.export_tiny(tiny_source, tmp_path / "base")
     tiny.export_tiny(None, base, draft=str(tiny_source), add_to=base, overwrite=True)
-    check_hashes(base, read_manifest(base))
+    check_hashes(base, read_manifest(base).files)
     assert read_manifest(base).default_drafter == "model"
     assert list(tmp_path.iterdir()) == [base]
 

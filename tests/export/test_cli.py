@@ -15,7 +15,8 @@ from click.testing import CliRunner, Result
 import tiny
 from specrt.cli import main
 from specrt_export.progress import Progress
-from specrt_profiles.manifest import read_manifest, sha256_of
+from specrt_profiles.files import sha256_of
+from specrt_profiles.manifest import read_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def test_files_that_are_no_heads_are_refused(source: Path, config: Any, tmp_path
 
 def test_a_damaged_card_is_refused(source: Path, config: Any, tmp_path: Path) -> None:
     path = make_head(source, tmp_path / "head.safetensors", "eagle")
-    for text, complaint in (("{", "not readable as a head's card"), ("{}", "head.json: the key 'layout' is missing")):
+    for text, complaint in (("{", "not readable as a head's card"), ("{}", "head.json: the key 'target' is missing")):
         (tmp_path / "head.json").write_text(text, "utf-8")
         with pytest.raises(ExportError, match=complaint):
             read(path, config)

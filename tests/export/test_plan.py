@@ -27,7 +27,8 @@ from specrt_export.errors import ExportError
 from specrt_export.plan import PlanRequest, build_plan, default_out
 from specrt_export.progress import Phases, Progress
 from specrt_profiles.errors import ManifestError, MissingExtraError
-from specrt_profiles.manifest import EngineSpec, Manifest, check_hashes, read_manifest, sha256_of
+from specrt_profiles.files import check_hashes, sha256_of
+from specrt_profiles.manifest import EngineSpec, Manifest, read_manifest
 from specrt_profiles.plan import call_shapes, kv_aliases
 
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="not installed: pip install 'specrt[tensorrt-rtx]'")
@@ -81,7 +82,7 @@ def plans(source: Path) -> Path:
 def test_a_plan_is_an_artifact_of_its_own(source: Path, plans: Path) -> None:
     assert plans == source.with_name("tiny-plan")
     manifest, before = read_manifest(plans), read_manifest(source)
-    check_hashes(plans, manifest)
+    check_hashes(plans, manifest.files)
     assert {path.name for path in plans.iterdir()} == {
         "manifest.json", "target.plan", "draft.plan", "target.reference.npz", "draft.reference.npz", "tokenizer.json",
         "generation.json", "chat_template.jinja",
@@ -355,10 +356,9 @@ def test_a_plan_goes_beside_its_artifact(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [RTX, ADA], ids=["default", "8.9"])
 def test_plans_of_the_default_model_hold_the_weights_once(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, options: BuildOptions
+    real_folder: Path, tmp_path_factory: pytest.TempPathFactory, options: BuildOptions
 ) -> None:
-    folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
-    artifact = exported(folder, "smollm2-tensorrt-fp16", "smollm2-135m", dialect="tensorrt", precision="fp16")
+    artifact = exported(real_folder, "smollm2-tensorrt-fp16", "smollm2-135m", dialect="tensorrt", precision="fp16")
     out = tmp_path_factory.mktemp("plans")
     specs: list[EngineSpec] = []
     for name in ("one", "two"):

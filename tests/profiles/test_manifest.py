@@ -10,20 +10,18 @@ from typing import Any
 import pytest
 
 from specrt_profiles.errors import ManifestError
+from specrt_profiles.files import FileEntry, check_hashes, sha256_of
 from specrt_profiles.manifest import (
     MANIFEST_FILE,
     MODEL_FREE,
     SCHEMA,
     DrafterSpec,
     EngineSpec,
-    FileEntry,
     Manifest,
     ModelInfo,
     Parity,
     Vocabulary,
-    check_hashes,
     read_manifest,
-    sha256_of,
     write_manifest,
 )
 from specrt_profiles.plan import PlanSpec, call_shapes, kv_aliases
@@ -414,11 +412,11 @@ def test_a_file_of_another_size_is_named_with_both_sizes(artifact: Path, name: s
 @pytest.mark.parametrize("name", sorted(CONTENTS))
 def test_changed_content_of_the_same_size_is_found_by_its_hash(artifact: Path, name: str) -> None:
     manifest = read_manifest(artifact)
-    check_hashes(artifact, manifest)
+    check_hashes(artifact, manifest.files)
     (artifact / name).write_bytes(b"?" + CONTENTS[name][1:])
     read_manifest(artifact)
     with pytest.raises(ManifestError, match=f"/{name}: expected SHA-256 {manifest.files[name].sha256}, found"):
-        check_hashes(artifact, manifest)
+        check_hashes(artifact, manifest.files)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", ".", "..", "", "x/", "./x"])

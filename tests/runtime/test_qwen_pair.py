@@ -19,13 +19,10 @@ CHINESE = ("用三句话介绍一下长城。", "请把下面的句子翻译成�
 
 
 @pytest.fixture(scope="module")
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, machine_cache: Path
-) -> Iterator[specrt.LanguageModel]:
-    folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
+def pair(real_folder: Path, machine_cache: Path) -> Iterator[specrt.LanguageModel]:
     draft = "qwen2.5-coder-0.5b"
     settings = {"precision": "int8", "draft_precision": "int8"}
-    artifact = exported(folder, "qwen-int8", "qwen2.5-coder-1.5b", draft=draft, **settings)
+    artifact = exported(real_folder, "qwen-int8", "qwen2.5-coder-1.5b", draft=draft, **settings)
     with specrt.load(artifact, cache_dir=machine_cache) as model:
         yield model
 

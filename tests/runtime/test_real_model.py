@@ -20,9 +20,9 @@ MAX_TOKENS = 20
 
 
 @pytest.fixture(scope="module")
-def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def artifacts(real_folder: Path) -> dict[str, Path]:
     """SmolLM2-135M at fp32 and int4, each with itself at int4 or random weights as draft; at int8 without a draft."""
-    folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
+    folder = real_folder
     fp32 = exported(folder, "smollm2-fp32", "smollm2-135m", draft="smollm2-135m")
     int4 = exported(folder, "smollm2-int4", "smollm2-135m", draft="smollm2-135m", precision="int4")
     adversary = str(smollm_folder(folder))

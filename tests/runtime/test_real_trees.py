@@ -25,11 +25,8 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, machine_cache: Path
-) -> Iterator[specrt.LanguageModel]:
-    folder: Path = request.config.getoption("--artifacts") or tmp_path_factory.mktemp("artifacts")
-    artifact = exported(folder, "smollm2-fp32-trees", "smollm2-135m", trees=True)
+def model(real_folder: Path, machine_cache: Path) -> Iterator[specrt.LanguageModel]:
+    artifact = exported(real_folder, "smollm2-fp32-trees", "smollm2-135m", trees=True)
     with specrt.load(artifact, cache_dir=machine_cache) as loaded:
         yield loaded
 

@@ -31,28 +31,35 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """What a head is, and how it came to be.
+class TrainedCard:
+    """How a drafter came to be.
 
-    layers: whose inputs are its features; none for what the output matrix reads. agreement: by step 1 to 5, on
-    greedy answers that were held out. block_efficiency: tokens per target call that follow from it for chains of 5.
+    tokens: of the text it learned from. loss: None where nothing was learned. agreement: how often each token of greedy
+    chains of 5 is the target's, on greedy answers that were held out. block_efficiency: tokens per target call that
+    follow from it.
     """
 
-    layout: Layout
     target: Target
-    layers: tuple[int, ...]
-    ffn: int
-    vocabulary_size: int
-    coverage: float
     tokens: int
     updates: int
     planned_updates: int
-    loss: float
+    loss: float | None
     agreement: tuple[float, ...]
     block_efficiency: float
     training: TrainingPlan
     command: str
     tools: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card(TrainedCard):
+    """What a head is. layers: whose inputs are its features; none for what the output matrix reads."""
+
+    layout: Layout
+    layers: tuple[int, ...]
+    ffn: int
+    vocabulary_size: int
+    coverage: float
 
 
 def card_path(head: Path) -> Path:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from specrt_export.distill.card import Target
-from specrt_export.distill.train import TrainingPlan
+from specrt_export.distill.card import TrainedCard
 from specrt_export.errors import ExportError
 from specrt_export.staging import staging
 from specrt_profiles.codec import encode
@@ -18,28 +17,16 @@ CARD = "draft.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCard:
-    """What a pruned draft is.
+class DraftCard(TrainedCard):
+    """What a pruned draft is, and how good it was before healing.
 
     layers: of the target, that it has. influence: of each layer of the target but the last (`prune.influence`).
-    agreement: how often each token of greedy chains of 5 is the target's, on greedy answers that were held out;
-    block_efficiency: tokens per target call that follow from it; both also as they were before healing.
     """
 
-    target: Target
     layers: tuple[int, ...]
     influence: tuple[float, ...]
-    tokens: int
-    updates: int
-    planned_updates: int
-    loss: float | None
     agreement_before: tuple[float, ...]
     block_efficiency_before: float
-    agreement: tuple[float, ...]
-    block_efficiency: float
-    training: TrainingPlan
-    command: str
-    tools: dict[str, str]
 
 
 def check_draft_path(path: Path) -> None:
