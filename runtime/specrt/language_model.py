@@ -25,13 +25,7 @@ from specrt.errors import BusyError, EngineError, ManifestError, RequestError
 from specrt.loop import Loop
 from specrt.machine import MachineFacts, MachineFile, default_cache_dir, measure_facts
 from specrt.prefix_cache import PrefixCache, prefix_cache
-from specrt.requests import (
-    Options,
-    Prompt,
-    check_options,
-    prompt_ids,
-    resolve_sampling,
-)
+from specrt.requests import Options, Prompt, check_options, prompt_ids, resolve_sampling
 from specrt.sampling import Sampler, SamplingParams
 from specrt.speculation import Speculation, check_repeatable, resolve_speculation
 from specrt.stops import StopRules
