@@ -53,7 +53,7 @@ _DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensor
 class ExportRequest:
     """What to export and where to.
 
-    `draft` is `ngram`, `suffix`, `none` or a model, None for the head if there is one, else `ngram`. `head` is the file
+    `draft` is `ngram`, `suffix`, `none` or a model, None for `combined` with a head, else `ngram`. `head` is the file
     of a head for the target. With `add_to`, `model` is None: the artifact there is copied to `out` and the copy gets
     the drafter.
     """

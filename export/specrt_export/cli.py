@@ -34,7 +34,7 @@ Examples:
 @click.option(
     "--draft",
     metavar="MODEL|ngram|suffix|none",
-    help="The artifact's default drafter.  [default: the --head, else ngram]",
+    help="The artifact's default drafter.  [default: combined with a --head, else ngram]",
 )
 @click.option(
     "--head", type=click.Path(path_type=Path), metavar="FILE", help="EAGLE head for MODEL, .safetensors; see 'distill'."

@@ -255,13 +255,13 @@ class LanguageModel:
     def _eagle(self, spec: DrafterSpec, prefixes: PrefixCache | None) -> Drafter:
         """Return the head's drafter, opening the head at its first use."""
         features, name, vocab_size = self.target.features, str(spec.engine), self.target.vocab_size
-        if features is None:
-            raise ManifestError(f"{self.folder}: has a head, but a target without features: export it again")
         if name not in self._heads:
             entry = self.manifest.heads[name]
             ids = read_token_ids(self.folder / str(spec.tokens), size=entry.vocab_size, vocab_size=vocab_size)
             self._heads[name] = open_head(self.folder, entry, threads=self._threads, device=self._device), ids
         head, ids = self._heads[name]
+        if features is None:
+            raise ManifestError(f"{self.folder}: has a head, but a target without features: export it again")
         reuse = None if prefixes is None else partial(prefixes.reuse, head)
         return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, reuse=reuse)
 
