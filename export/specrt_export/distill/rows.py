@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specrt_export.distill.turns import Template
+from specrt_export.distill.turns import Task, Template
 
 FIXED, USER, GREEDY, SAMPLED = 0, 1, 2, 3  # where a token comes from: template or given, written user, written answer
 _LOOP = 96  # tokens that repeat with a period of at most a third of this are a loop
 _FORCED = -1.0
+_QUOTED = 32  # tokens of the shortest text that a task is about
+_REMEMBERED = 256  # texts of either kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +22,17 @@ class WritingPlan:
 
     A written user turn is drawn at temperature 1; answers are greedy, but for the share `sampled`, which is drawn at
     `temperature`. A finished answer is followed by another turn while the document is shorter than `continue_below`.
-    `starts`: token ids that user turns begin with; `complete`: they are whole turns. Otherwise a share `bare` of the
-    turns begins with none.
+    `starts`: token ids that user turns begin with; `complete`: they are whole turns. Otherwise the share `quoting` of the
+    turns are `tasks` about an earlier answer of the shard (`fence`: the token that code begins and ends with), and the
+    share `bare` of the others begins with nothing.
     """
 
     template: Template
     starts: Sequence[Sequence[int]]
     complete: bool
+    tasks: Sequence[Task] = ()
+    fence: int = -1
+    quoting: float = 0.4
     bare: float = 0.4
     sampled: float = 0.2
     temperature: float = 0.7
@@ -44,6 +50,7 @@ class _Document:
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     answering: bool = False
     written: int = 0
+    answer: list[int] = field(default_factory=list)
 
 
 class Rows:
@@ -52,6 +59,7 @@ class Rows:
     def __init__(self, plan: WritingPlan, num_rows: int, rng: np.random.Generator) -> None:
         self._plan, self._rng = plan, rng
         self._slot = 0
+        self._texts: dict[bool, deque[list[int]]] = {code: deque(maxlen=_REMEMBERED) for code in (False, True)}
         self._history = np.full((num_rows, _LOOP), -1 - np.arange(_LOOP), np.int64)
         self._rows = [self._begin(0) for _ in range(num_rows)]
         self.tokens: list[NDArray[np.int64]] = []  # per slot [rows]
@@ -91,6 +99,10 @@ class Rows:
         role = USER if not row.answering else GREEDY if row.temperature == 0 else SAMPLED
         ended = picked in plan.template.ends
         if row.answering:
+            if not ended:
+                row.answer.append(picked)
+            if ended or row.written >= plan.answer_limit:
+                self._remember(row.answer)
             if ended and plan.template.after and self._slot - row.start < plan.continue_below:
                 row.queue.extend((token, FIXED) for token in _rest(plan.template.after, picked))
                 self._user_turn(row)
@@ -109,6 +121,10 @@ class Rows:
     def _user_turn(self, row: _Document) -> None:
         plan = self._plan
         row.answering, row.temperature, row.written = False, 1.0, 0
+        possible = [task for task in plan.tasks if self._texts[task.code]]
+        if possible and self._rng.random() < plan.quoting:
+            self._quote(row, possible[int(self._rng.integers(len(possible)))])
+            return
         if plan.complete or not plan.template.before or self._rng.random() >= plan.bare:
             start = plan.starts[int(self._rng.integers(len(plan.starts)))]
             row.queue.extend((int(token), USER) for token in start)
@@ -118,9 +134,25 @@ class Rows:
         if not plan.template.between:
             self._answer(row)
 
+    def _quote(self, row: _Document, task: Task) -> None:
+        """Give a row a turn about one of the texts."""
+        texts = self._texts[task.code]
+        text = texts[int(self._rng.integers(len(texts)))]
+        row.queue.extend((token, FIXED) for token in (*task.before, *text, *task.after))
+        if not task.open:
+            self._answer(row)
+
+    def _remember(self, answer: list[int]) -> None:
+        """Keep an answer for tasks: the code in it, or all of it where there is none."""
+        places = [place for place, token in enumerate(answer) if token == self._plan.fence]
+        if places:
+            answer = answer[places[0] : places[1] + 1] if len(places) > 1 else []
+        if len(answer) >= _QUOTED:
+            self._texts[bool(places)].append(answer)
+
     def _answer(self, row: _Document) -> None:
         row.queue.extend((token, FIXED) for token in self._plan.template.between)
-        row.answering, row.written = True, 0
+        row.answering, row.written, row.answer = True, 0, []
         row.temperature = self._plan.temperature if self._rng.random() < self._plan.sampled else 0.0
 
 

@@ -25,7 +25,7 @@ from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.shards import read_shard, shard_path
 from specrt_export.distill.train import Trainer, Training, TrainingPlan
-from specrt_export.distill.turns import template_of, user_starts
+from specrt_export.distill.turns import tasks, template_of, user_starts
 from specrt_export.distill.work import Work, open_work
 from specrt_export.distill.workers import WritingJob, write_shards
 from specrt_export.distill.writer import BatchSize
@@ -107,7 +107,8 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
         check_output(model, tokenizer.encode(_TEXT))
         decoder_layers(model)
     template = template_of(tokenizer, model.generation_config.eos_token_id)
-    plan = WritingPlan(template=template, starts=starts, complete=complete)
+    about, fence = tasks(tokenizer) if template.between and not complete else ([], -1)
+    plan = WritingPlan(template=template, starts=starts, complete=complete, tasks=about, fence=fence)
     work = open_work(request.work, _about_text(request, weights, plan))
     job = WritingJob(checkpoint=checkpoint, plan=plan, size=request.size, folder=work.texts, seed=request.training.seed)
     try:
