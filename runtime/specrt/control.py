@@ -180,7 +180,11 @@ class AdaptiveController:
         self._classes = {key: (a * FADE, n * FADE) for key, (a, n) in self._classes.items()}
 
     def limit(self, most: int) -> int:
-        """Return `most` for a drafter that costs nothing, else the k that pays by the latest proposals."""
+        """Return `most` for a drafter that costs nothing, else the k that pays by the latest proposals.
+
+        Where more must not be risked that is a guess that fills the narrowest call, as often as the account can pay for
+        it. The same guess now and then finds out whether a drafter that did not pay does again.
+        """
         if self._latest is None:
             return self._within(min(self._first, most))
         if self._proposal_s < FREE * self._costs.of(1):
@@ -188,7 +192,11 @@ class AdaptiveController:
         if self._rest:
             return 0
         best = self._best(self.rate(self._latest), most, self._token_s)
-        return best if best and self._may_risk() else self._probe(most)
+        if best and self._may_risk():
+            return best
+        if not best:
+            self._rest = PROBE
+        return min(most, self._costs.widths[0] - 1) if self._account.is_open else 0
 
     def keep(self, proposal: Proposal) -> int:
         """Return the number of first tokens that pays, never less than the narrowest call takes along."""
@@ -227,11 +235,6 @@ class AdaptiveController:
     def _within(self, most: int) -> int:
         """Return the largest k up to `most` whose call is short enough."""
         return max((k for k in range(1, most + 1) if self._costs.of(k + 1) <= self._max_step_s), default=0)
-
-    def _probe(self, most: int) -> int:
-        """Rest, unless the account can pay for a guess that fills the narrowest call."""
-        self._rest = PROBE
-        return min(most, self._costs.widths[0] - 1) if self._account.is_open else 0
 
 
 def _follow(known: float, seen: float) -> float:

@@ -87,6 +87,17 @@ def test_a_steady_text_is_nearly_as_fast_as_with_the_best_fixed_k(chance: float,
     assert speed(adaptive, text, draft_s=draft_s)[0] >= 0.9 * best_fixed(text, draft_s=draft_s)[0]
 
 
+@pytest.mark.parametrize("chance", [0.2, 0.35, 0.5])
+def test_a_cheap_drafter_is_not_sent_to_rest_by_bad_luck_in_a_short_answer(chance: float) -> None:
+    text, draft_s = [(chance, 160)], 0.036 * PLAIN_S  # an EAGLE head of SmolLM2-135M
+
+    def mean(make: Callable[[], Controller]) -> float:
+        return float(np.mean([speed(make, text, draft_s=draft_s, seed=seed)[0] for seed in range(40)]))
+
+    best = max(mean(lambda k=k: FixedController(k)) for k in KS)  # type: ignore[misc]
+    assert mean(adaptive) >= 0.95 * best
+
+
 def test_without_the_account_probing_alone_would_lose_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "RISK", 1.0)
     (found,) = speed(adaptive, [(0.0, 3000)], draft_s=PLAIN_S)
