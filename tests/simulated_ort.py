@@ -102,11 +102,9 @@ class SimulatedBinding:
     def execute(self, session: ort.InferenceSession) -> None:
         feed = {name: load(self._view(bound)) for name, bound in self._inputs.items()}
         feed |= {name: value.numpy().copy() for name, value in self.on_host.items()}
-        for name, value in zip(self._outputs_in_order(session), session.run(None, feed), strict=True):
+        bound = list(self._outputs)  # the session fetches no others
+        for name, value in zip(bound, session.run(bound, feed), strict=True):
             store(self._view(self._outputs[name]), value)
-
-    def _outputs_in_order(self, session: ort.InferenceSession) -> list[str]:
-        return [tensor.name for tensor in session.get_outputs()]
 
     def _view(self, bound: Bound) -> Any:
         dtype, shape, address = bound

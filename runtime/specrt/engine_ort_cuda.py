@@ -58,7 +58,9 @@ class OrtCudaEngine(BoundEngine):
         super().__init__(spec, platform=f"{engine_version()} CUDA, {gpu.platform}")
         self._gpu, self._path = gpu, folder / spec.file
         self._tensors = {tensor.name: tensor for tensor in (*spec.inputs, *spec.outputs)}
-        self._rows = [tensor for tensor in spec.outputs if not tensor.name.startswith("present_")]
+        self._rows = [  # no head runs here: what is not bound is not fetched
+            tensor for tensor in spec.outputs if not tensor.name.startswith("present_") and tensor.name != "features"
+        ]
         self._captures = not self._tensors.keys() & _ON_HOST
         with gpu.current():
             self._session: Any = _open_session(self._path, gpu, captures=self._captures)

@@ -27,7 +27,7 @@ from specrt.machine import MachineFacts, MachineFile, default_cache_dir, measure
 from specrt.prefix_cache import PrefixCache, prefix_cache
 from specrt.requests import Options, Prompt, check_options, prompt_ids, resolve_sampling
 from specrt.sampling import Sampler, SamplingParams
-from specrt.speculation import Speculation, check_repeatable, resolve_speculation
+from specrt.speculation import Speculation, check_repeatable, default_drafter, resolve_speculation
 from specrt.stops import StopRules
 from specrt.stream import Observer, Request, Result, Stream, check_process
 from specrt.text import Tokenizer
@@ -179,12 +179,11 @@ class LanguageModel:
             template_kwargs=given.get("chat_template_kwargs"),
         )  # fmt: skip
         params = resolve_sampling(given, self.defaults, self.tokenizer, vocab_size=vocab_size)
-        named = str(given.get("drafter") or (self.choice and self.choice.drafter) or manifest.default_drafter)
+        default = default_drafter(manifest, has_features=self.target.features is not None)
+        named = str(given.get("drafter") or (self.choice and self.choice.drafter) or default)
         names = (*manifest.drafter_names, *([named] if manifest.parts(named) else []))
-        how = resolve_speculation(
-            given, drafters={name: manifest.default_k(name) for name in names}, default=manifest.default_drafter,
-            choice=self.choice, max_k=self.max_k,
-        )  # fmt: skip
+        drafters = {name: manifest.default_k(name) for name in names}
+        how = resolve_speculation(given, drafters=drafters, default=default, choice=self.choice, max_k=self.max_k)
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         stops = StopRules(

@@ -8,6 +8,7 @@ from typing import Any
 from specrt.drafters import ngram
 from specrt.errors import RequestError
 from specrt.machine import Choice
+from specrt_profiles.manifest import LOOKUP, Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,14 @@ class Speculation:
     suffix_cache: bool
     draft_budget_s: float | None
     strict: bool
+
+
+def default_drafter(manifest: Manifest, *, has_features: bool) -> str:
+    """Return the drafter of requests that name none: the artifact's, or what of it runs on an engine without features."""
+    default = manifest.default_drafter
+    if has_features or not manifest.reads_target(default):
+        return default
+    return (manifest.parts(default) or (LOOKUP,))[0]
 
 
 def resolve_speculation(

@@ -300,3 +300,20 @@ def test_buffers_of_bfloat16_hold_what_the_graph_computes(
     assert sorted(map(len, driver.device.values())).count(buffer) == 4
     engine.close()
     on_cpu.close()
+
+
+def test_requests_do_without_a_head_that_the_gpu_does_not_run(
+    tmp_path: Path, machine_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny.make_model("llama", tmp_path / "source", num_hidden_layers=8)
+    head = tiny.make_head(source, tmp_path / "head.safetensors", "eagle")
+    profile = tiny.profile(precision="fp16", draft_precision="fp16")
+    folder = tiny.export_tiny(source, tmp_path / "out", draft=None, head=head, profile=profile)
+    with specrt.load(folder, cache_dir=machine_cache) as model:
+        assert model.generate(TOKENS[:20], **HOW).stats.drafter == "combined"
+    add_gpu(monkeypatch)
+    add_cuda_sessions(monkeypatch)
+    with specrt.load(folder, device="cuda:0", cache_dir=machine_cache) as model:
+        assert model.generate(TOKENS[:20], **HOW).stats.drafter == "suffix"
+        with pytest.raises(EngineError, match="choose another drafter"):
+            model.generate(TOKENS[:20], drafter="eagle", **HOW)
