@@ -20,7 +20,10 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueEntry:
-    """One built-in model: the package (in numbered `parts`, or whole if 0) that carries its weights file."""
+    """One built-in model: the package (in numbered `parts`, or whole if 0) that carries its weights file.
+
+    head: name of the file in this package's folder `heads` that an export takes along, empty for none.
+    """
 
     description: str
     package: str
@@ -32,6 +35,7 @@ class CatalogueEntry:
     file: str
     size: int
     sha256: str
+    head: str
 
     @property
     def requirements(self) -> list[str]:
@@ -51,6 +55,12 @@ def catalogue() -> dict[str, CatalogueEntry]:
     return {
         name: decode(CatalogueEntry, data, where=f"catalogue.{name}", error=CheckpointError) for name, data in entries
     }
+
+
+def own_head(name: str | None) -> Path | None:
+    """Return the head that comes with a built-in model; None for other models and those without one."""
+    entry = catalogue().get(name or "")
+    return Path(str(resources.files("specrt_export") / "heads" / entry.head)) if entry and entry.head else None
 
 
 def fetch(entry: CatalogueEntry, cache_dir: Path, on_bytes: Callable[[int], None]) -> Path:

@@ -34,10 +34,12 @@ Examples:
 @click.option(
     "--draft",
     metavar="MODEL|ngram|suffix|none",
-    help="The artifact's default drafter.  [default: combined with a --head, else ngram]",
+    help="The artifact's default drafter.  [default: combined with a head, else ngram]",
 )
 @click.option(
-    "--head", type=click.Path(path_type=Path), metavar="FILE", help="EAGLE head for MODEL, .safetensors; see 'distill'."
+    "--head",
+    metavar="FILE|none",
+    help="EAGLE head for MODEL, .safetensors; see 'distill'.  [default: a built-in MODEL's own, unless there is a --draft]",
 )
 @click.option(
     "--profile", metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.  [default: cpu]"
@@ -72,7 +74,7 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def export_command(
-    model: str | None, out: Path, draft: str | None, head: Path | None, profile: str | None, precision: str | None,
+    model: str | None, out: Path, draft: str | None, head: str | None, profile: str | None, precision: str | None,
     draft_precision: str | None, kv_precision: str | None, dialect: str | None, trees: bool | None, output: str | None,
     capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool,
 ) -> None:  # fmt: skip
@@ -83,6 +85,7 @@ def export_command(
     """
     begin()
     from specrt_export.artifact import NO_ENGINE, ExportRequest, export
+    from specrt_export.catalogue import own_head
     from specrt_export.progress import Progress
 
     if add_to is not None:
@@ -95,15 +98,18 @@ def export_command(
             raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
         if draft is None:
             raise click.UsageError("--add-to needs a --draft: a model, ngram, suffix or none")
-    if draft_precision is not None and head is None and draft in (None, *NO_ENGINE):
-        raise click.UsageError("--draft-precision needs a draft model or head: --draft MODEL or --head FILE")
     chosen = load_profile(
         profile or "cpu", precision=precision, draft_precision=draft_precision, kv_precision=kv_precision,
         dialect=dialect, trees=trees, output=output, capacity=capacity,
     )  # fmt: skip
+    head_path = None if head in (None, "none") else Path(str(head))
+    if head is None and draft is None and chosen.dialect == "ort":
+        head_path = own_head(model)
+    if draft_precision is not None and head_path is None and draft in (None, *NO_ENGINE):
+        raise click.UsageError("--draft-precision needs a draft model or head: --draft MODEL or --head FILE")
     request = ExportRequest(
         model=model, draft=draft, profile=chosen, out=out, cache_dir=cache_dir, revision=revision, add_to=add_to,
-        overwrite=overwrite, head=head,
+        overwrite=overwrite, head=head_path,
     )  # fmt: skip
     click.echo(export(request, Progress()))
 

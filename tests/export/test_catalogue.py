@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specrt_export import catalogue as module
-from specrt_export.catalogue import CatalogueEntry, catalogue, fetch, is_cached
+from specrt_export.catalogue import CatalogueEntry, catalogue, fetch, is_cached, own_head
 from specrt_export.errors import CheckpointError
 
 PARTS = [b"first half, ", b"second half"]
@@ -26,6 +26,7 @@ ENTRY = CatalogueEntry(
     file="model.gguf",
     size=len(CONTENT),
     sha256=hashlib.sha256(CONTENT).hexdigest(),
+    head="",
 )
 
 
@@ -38,6 +39,15 @@ def test_an_entry_is_well_formed(name: str) -> None:
     assert entry.file.endswith(".gguf")
     assert Path(entry.file).name == entry.file
     assert entry.description
+    head = own_head(name)
+    assert (head is None) == (not entry.head)
+    assert head is None or (head.stat().st_size <= 8_000_000 and head.with_suffix(".json").is_file())
+
+
+def test_only_built_in_models_bring_a_head() -> None:
+    assert own_head("smollm2-135m") is not None
+    assert own_head("./smollm2-135m") is None
+    assert own_head(None) is None
     assert len(entry.requirements) == max(1, entry.parts)
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", requirement) for requirement in entry.requirements)
 

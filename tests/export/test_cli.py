@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 import tiny
 from specrt.cli import main
+from specrt_export import artifact
 from specrt_export.progress import Progress
 from specrt_profiles.files import sha256_of
 from specrt_profiles.manifest import read_manifest
@@ -149,6 +150,27 @@ def test_a_wrong_option_is_named(tmp_path: Path, option: list[str]) -> None:
     assert result.exit_code != 0
     assert option[0] in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "head"),
+    [
+        ([], "smollm2-135m-eagle.safetensors"),
+        (["--precision", "int8", "--trees", "--draft-precision", "int8"], "smollm2-135m-eagle.safetensors"),
+        (["--head", "mine.safetensors"], "mine.safetensors"),
+        (["--head", "mine.safetensors", "--draft", "ngram"], "mine.safetensors"),
+        (["--head", "none"], None),
+        (["--draft", "ngram"], None),
+        (["--dialect", "tensorrt", "--precision", "fp16"], None),
+    ],
+)
+def test_a_built_in_model_brings_its_head_unless_another_drafter_is_named(
+    given: list[str], head: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[artifact.ExportRequest] = []
+    monkeypatch.setattr(artifact, "export", lambda request, progress: asked.append(request))
+    assert run("export", "smollm2-135m", "-o", tmp_path / "out", *given).exit_code == 0
+    assert (asked[0].head and asked[0].head.name) == head
 
 
 def test_models_are_listed_for_people_and_programs(tmp_path: Path) -> None:
