@@ -13,7 +13,7 @@ import tiny
 from specrt_export.distill.batch import decoding
 from specrt_export.distill.rows import FIXED, GREEDY, SAMPLED, USER, Rows, WritingPlan, repeats
 from specrt_export.distill.shards import TextShard, read_shard, shard_path, write_shard
-from specrt_export.distill.turns import LONGEST_PROMPT, OPENINGS, Template, template_of, user_starts
+from specrt_export.distill.turns import LONGEST_PROMPT, OPENINGS, TASKS, Task, Template, tasks, template_of, user_starts
 from specrt_export.distill.writer import BatchSize, documents, pick, write_text
 from specrt_export.errors import ExportError
 
@@ -112,6 +112,52 @@ def test_turns_have_their_limits() -> None:
 def test_given_prompts_are_whole_turns() -> None:
     found = write(plan(complete=True, starts=[[25]], bare=1.0), [40, END], 8)
     assert [int(tokens[0]) for tokens in found.tokens] == [25, END, 3, 40, END, 4, 25, END]
+
+
+ANSWER = list(range(100, 132))
+FENCE = 8
+CODE = [FENCE, *range(200, 232), FENCE]
+ABOUT_TEXT = Task(before=(50, 51), after=(52,), open=False, code=False)
+ABOUT_CODE = Task(before=(60,), after=(), open=False, code=True)
+QUESTION = Task(before=(70,), after=(71,), open=True, code=False)
+
+
+def turns(tasks: Sequence[Task], picks: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
+    """Return tokens and roles of one row whose turns are all about a text where there is one."""
+    chosen = plan(tasks=tasks, fence=FENCE, quoting=1.0, continue_below=1000)
+    found = write(chosen, picks, num_slots)
+    return [(int(token[0]), int(role[0])) for token, role in zip(found.tokens, found.roles, strict=True)]
+
+
+def test_a_task_is_about_an_earlier_answer() -> None:
+    given = [50, 51, *ANSWER, 52, END, 3]
+    found = turns([ABOUT_TEXT, ABOUT_CODE], [END, *ANSWER, END, 40], 4 + 32 + 1 + 1 + len(given) + 1)
+    assert [token for token, _ in found[:4]] == [20, 21, END, 3]
+    assert found[37:38] == [(4, FIXED)]
+    assert found[38:] == [*((token, FIXED) for token in given), (40, GREEDY)]
+
+
+def test_the_user_goes_on_after_an_open_task() -> None:
+    found = turns([QUESTION], [END, *ANSWER, END, 30, END, 40], 38 + 34 + 1 + 2 + 1)
+    assert found[38 + 34 :] == [(30, USER), (END, FIXED), (3, FIXED), (40, GREEDY)]
+
+
+def test_a_task_about_code_gets_the_code_of_an_answer() -> None:
+    found = turns([ABOUT_TEXT, ABOUT_CODE], [END, 90, *CODE, 91, END, 40], 4 + 37 + 1 + 1 + 34 + 2 + 1)
+    assert found[42:] == [*((token, FIXED) for token in [60, *CODE, END, 3]), (40, GREEDY)]
+
+
+def test_short_answers_and_cut_code_are_no_texts() -> None:
+    for answer in (ANSWER[:-1], [90, *CODE[:-1]], [FENCE, *ANSWER[:8], FENCE]):
+        found = turns([ABOUT_TEXT, ABOUT_CODE], [END, *answer, END, END], 4 + len(answer) + 2 + 4)
+        assert [token for token, _ in found[-4:]] == [20, 21, END, 3]
+
+
+def test_tasks_in_the_words_of_a_tokenizer(tokenizer: Any) -> None:
+    found, fence = tasks(tokenizer)
+    assert len(found) == len(TASKS)
+    assert tokenizer.decode(found[0].before) == TASKS[0][0]
+    assert tokenizer.encode("```", add_special_tokens=False)[0] == fence
 
 
 def test_shares_of_bare_turns_and_sampled_answers() -> None:

@@ -88,7 +88,7 @@ class _SideBySide(nn.Module):
 
 
 def head_for(model: Any, layout: Layout, *, ffn: int | None, seed: int) -> Head:
-    """Return a head for a target, which begins with the weights of the target's last layer where they fit."""
+    """Return a head for a target, with new weights; raises `UnsupportedModelError` for layers of another kind."""
     last = decoder_layers(model)[-1]
     needed = ("input_layernorm", "self_attn", "mlp")
     if not all(hasattr(last, name) for name in needed) or getattr(model.config, "intermediate_size", None) is None:
