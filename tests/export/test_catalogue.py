@@ -39,6 +39,8 @@ def test_an_entry_is_well_formed(name: str) -> None:
     assert entry.file.endswith(".gguf")
     assert Path(entry.file).name == entry.file
     assert entry.description
+    assert len(entry.requirements) == max(1, entry.parts)
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", requirement) for requirement in entry.requirements)
     head = own_head(name)
     assert (head is None) == (not entry.head)
     assert head is None or (head.stat().st_size <= 8_000_000 and head.with_suffix(".json").is_file())
@@ -48,8 +50,6 @@ def test_only_built_in_models_bring_a_head() -> None:
     assert own_head("smollm2-135m") is not None
     assert own_head("./smollm2-135m") is None
     assert own_head(None) is None
-    assert len(entry.requirements) == max(1, entry.parts)
-    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", requirement) for requirement in entry.requirements)
 
 
 def test_the_default_model_is_there() -> None:

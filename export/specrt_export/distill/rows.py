@@ -22,9 +22,9 @@ class WritingPlan:
 
     A written user turn is drawn at temperature 1; answers are greedy, but for the share `sampled`, which is drawn at
     `temperature`. A finished answer is followed by another turn while the document is shorter than `continue_below`.
-    `starts`: token ids that user turns begin with; `complete`: they are whole turns. Otherwise the share `quoting` of the
-    turns are `tasks` about an earlier answer of the shard (`fence`: the token that code begins and ends with), and the
-    share `bare` of the others begins with nothing.
+    `starts`: token ids that user turns begin with; `complete`: they are whole turns. Otherwise the share `quoting` of
+    the turns are `tasks` about an earlier answer of the shard (`fence`: the token that code begins and ends with), and
+    the share `bare` of the others begins with nothing.
     """
 
     template: Template

@@ -27,8 +27,8 @@ OPENINGS = (
     "Fix the bug in this code:\n\n```python\n", "Add a parameter to this function:\n\n```python\ndef ",
     "请", "请写一篇", "什么是", "如何", "为什么", "介绍一下",
 )  # fmt: skip
-# Prompts that bring a text along, which is one that the model wrote before: before it, after it, whether the user goes on
-# writing (a question), whether the text is code.
+# Prompts that bring a text along, which is one that the model wrote before: before it, after it, whether the user goes
+# on writing (a question), whether the text is code.
 TASKS = (
     ("Summarize this text:\n\n", "", False, False),
     ("Summarize the article below in a few sentences.\n\n", "", False, False),
@@ -44,8 +44,8 @@ TASKS = (
     ("Translate the following English text into Chinese:\n\n", "", False, False),
     ("Read this passage and answer the question after it.\n\n", "\n\nQuestion:", True, False),
     ("Context: ", "\n\nQuestion:", True, False),
-    ("Answer the question with the passage below. Quote the sentence that supports your answer.\n\n", "\n\nQuestion:", True,
-     False),
+    ("Answer the question with the passage below. Quote the sentence that supports your answer.\n\n",
+     "\n\nQuestion:", True, False),
     ("Fix the bug in this code and reply with the whole corrected code:\n\n", "", False, True),
     ("Refactor this code:\n\n", "", False, True),
     ("Explain this code:\n\n", "", False, True),
