@@ -238,7 +238,7 @@ def _prove_structure(
 def _in_fp32_arithmetic(request: EngineRequest, path: Path, *, rounded: bool = False) -> Iterator[parity.GraphRunner]:
     """Open a copy of a written graph that computes in fp32; see `graph.save_in_fp32_arithmetic`."""
     twin = path.with_name(f"{request.name}-fp32-arithmetic.onnx")
-    profile = replace(request.profile, precision="fp32", kv_precision="same")
+    profile = replace(request.profile, precision="fp32", kv_precision=request.profile.kv_precision if rounded else "same")
     graph.save_in_fp32_arithmetic(path, twin, rounded=rounded)
     try:
         yield parity.GraphRunner(
@@ -255,8 +255,8 @@ def _prove(
     profile = request.profile
     with _opened(request, path, rounded=profile.float_type != "float32") as runner:
         measured = parity.compare(source, [parity.graph_logits(runner, ids, profile) for ids in texts], texts)
-    rounds_kv_alone = profile.precision == "fp32" and profile.kv_precision == "int8"
-    bounds = parity.BOUNDS["int8" if rounds_kv_alone else profile.precision]
+    is_rounded_most_in_kv = profile.kv_precision == "int8" and profile.precision in ("fp32", "fp16")
+    bounds = parity.BOUNDS["int8" if is_rounded_most_in_kv else profile.precision]
     parity.check(measured, bounds, f"{request.checkpoint.name} at {profile.precision}")
     widths = sorted({*profile.verify_widths, profile.prefill_width})
     with _opened(request, path, rounded=profile.float_type == "bfloat16") as runner:

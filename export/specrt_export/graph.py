@@ -86,7 +86,8 @@ def finish(
 def save_in_fp32_arithmetic(path: Path, twin: Path, *, rounded: bool = False) -> None:
     """Write the model at `path` once more, as `twin` over the same weights file, with nothing rounded but the weights.
 
-    rounded: round the result of every node to the type it has, as an engine does that computes in that type.
+    rounded: round the result of every node to the type it has, as an engine does that computes in that type, and what
+    attention stores to the type of its buffers.
     """
     model = ir.load(path)
     for node in list(model.graph):
@@ -101,7 +102,8 @@ def save_in_fp32_arithmetic(path: Path, twin: Path, *, rounded: bool = False) ->
             new = [wide, ir.node("MatMul", [source.inputs[0], wide.outputs[0]])]
             new += [ir.node("Add", [new[-1].outputs[0], *bias])] if bias else []
             Editor(model.graph).replace(node, *new)
-    store_kv_as_floats(model.graph)
+    if not rounded:
+        store_kv_as_floats(model.graph)
     widen(model.graph, rounded=rounded)
     ir.save(model, twin)
 

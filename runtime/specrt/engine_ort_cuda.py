@@ -30,15 +30,11 @@ _INSTALL = "run  pip uninstall onnxruntime onnxruntime-gpu  and  pip install 'sp
 def open_on_cuda(folder: Path, spec: EngineSpec, *, index: int) -> "OrtCudaEngine":
     """Open an engine's graph on GPU number `index`.
 
-    Raises `EngineError` for a precision without CUDA kernels, without a driver or such a GPU, or if any part of the
-    graph would run on the CPU; `MissingExtraError` without ONNX Runtime.
+    Raises `EngineError` for what has no CUDA kernel, without a driver or such a GPU, or if any part of the graph would
+    run on the CPU; `MissingExtraError` without ONNX Runtime.
     """
-    if spec.dialect == "ort" and spec.precision != "fp16":
-        raise EngineError(
-            f"{folder / spec.file}: expected fp16 on cuda:{index}, found {spec.precision}, which computes in fp32: "
-            "ONNX Runtime's CUDA provider has no GroupQueryAttention for that: export with --precision fp16 or "
-            "--dialect tensorrt, or load it with device cpu"
-        )
+    if spec.dialect == "ort":
+        _check_attention(folder / spec.file, spec, index=index)
     gpu = open_gpu(index, extra="gpu")
     try:
         return OrtCudaEngine(folder, spec, gpu=gpu)
@@ -125,6 +121,23 @@ class OrtCudaEngine(BoundEngine):
             self._calls.clear()
             self._session = None
         self._gpu.close()
+
+
+def _check_attention(path: Path, spec: EngineSpec, *, index: int) -> None:
+    """Refuse forms of GroupQueryAttention that ONNX Runtime's CUDA provider lacks; some it refuses in a call alone."""
+    if spec.precision != "fp16":
+        raise EngineError(
+            f"{path}: expected fp16 on cuda:{index}, found {spec.precision}, which computes in fp32: ONNX Runtime's "
+            "CUDA provider has no GroupQueryAttention for that: export with --precision fp16 or --dialect tensorrt, or "
+            "load it with device cpu"
+        )
+    takes_trees = any(tensor.name == "tree_mask" for tensor in spec.inputs)
+    if takes_trees and any(dtype == "int8" for _, _, _, dtype in kv_tensors(spec)):
+        raise EngineError(
+            f"{path}: expected trees or KV buffers in int8 on cuda:{index}, found both: ONNX Runtime's CUDA provider has "
+            "no GroupQueryAttention for that: export without --trees or with --kv-precision same, or load it with "
+            "device cpu"
+        )
 
 
 def _open_session(path: Path, gpu: Gpu, *, captures: bool) -> Any:

@@ -12,6 +12,7 @@ import torch
 from onnx import numpy_helper
 
 import tiny
+from specrt.check import check_artifact
 from specrt.inspect import kv_bytes
 from specrt_export import graph
 from specrt_export.kv import kv_scales
@@ -81,6 +82,19 @@ def test_output_is_the_same_with_speculation(family: str, artifact: Path, tmp_pa
     assert 1e-9 < target.parity.mean_kl < 1e-3
     assert target.exact_widths == PROFILE.verify_widths
     tiny.assert_lossless(artifact, tmp_path / "machine")
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_at_fp16_the_buffers_cost_what_they_cost_at_fp32(
+    artifact: Path, tiny_source: Path, tmp_path: Path, trees: bool
+) -> None:
+    """It is measured on a copy in fp32; had that its buffers in floats, no machine would find what the export says."""
+    profile = tiny.profile(precision="fp16", kv_precision="int8", trees=trees)
+    half = tiny.export_tiny(tiny_source, tmp_path / "out", profile=profile)
+    expected, found = (read_manifest(folder).target.parity.mean_kl for folder in (artifact, half))
+    assert found == pytest.approx(expected, rel=0.2)
+    assert check_artifact(half).problems == []
+    tiny.assert_lossless(half, tmp_path / "machine")
 
 
 def test_buffers_take_a_quarter_of_the_memory(artifact: Path, tiny_artifact: Path) -> None:
