@@ -1,10 +1,10 @@
 # All targets create the environment when it is missing. Variables: VENV (environment), PYTHON (interpreter that
-# makes it), JOBS (processes that run tests), ARTIFACT (folder to use), ARGS (passed on), BUILDER (of TensorRT plans), PEERS_VENV (environments of
-# bench-peers), GPU_VENV and GPU_EXTRAS (environment of gpu-check and what is in it).
+# makes it), JOBS (processes that run tests), ARTIFACT (folder to use), ARGS (passed on), BUILDER (of TensorRT plans),
+# PEERS_VENV (environments of bench-peers), GPU_VENV and GPU_EXTRAS (environment of gpu-check and what is in it).
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
 GPU_VENV ?= .venv-gpu
-GPU_EXTRAS ?= gpu,tensorrt-rtx
+GPU_EXTRAS ?= gpu,$(or $(BUILDER),tensorrt-rtx)
 PYTHON ?= python3
 ARTIFACT ?= artifacts/smollm2-135m
 JOBS ?= 2
@@ -12,7 +12,12 @@ OUT ?= artifacts/$(patsubst %.gguf,%,$(notdir $(MODEL:/=)))
 PROMPT ?= Summarise in one sentence: The library will be closed on Monday and Tuesday because the heating has to be repaired. \
   Books that are due on these days can be returned on Wednesday without a fine.
 EXPORT_FOR_tensorrt = --dialect tensorrt $(if $(PRECISION),,--precision fp16)
-PLAN_FOR_tensorrt = $(RUN)/specrt plan $(if $(BUILDER),--builder $(BUILDER))
+BUILT_BY = $(if $(BUILDER),--builder $(BUILDER))
+PLAN_FOR_tensorrt = $(RUN)/specrt plan $(BUILT_BY)
+GPU_CHECK := ort-fp16 trt-fp32 trt-fp32-plan trt-fp16-top-k trt-fp16-top-k-plan
+GPU_CHECK_ort-fp16 = --precision fp16
+GPU_CHECK_trt-fp32 = --dialect tensorrt
+GPU_CHECK_trt-fp16-top-k = --dialect tensorrt --precision fp16 --output top-k
 READY := $(VENV)/.specrt-ready
 RUN := $(VENV)/bin
 PEERS_READY := $(PEERS_VENV)/specrt/.specrt-ready
@@ -29,8 +34,10 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cpu,bench,metrics,export,test,lint]'
 	@touch $@
 
-demo: $(READY) ## Export SmolLM2-135M (once) and generate an answer with n-gram speculation.
-	@test -f artifacts/smollm2-135m/manifest.json || $(RUN)/specrt export smollm2-135m --out artifacts/smollm2-135m
+artifacts/smollm2-135m/manifest.json: | $(READY)
+	@$(RUN)/specrt export smollm2-135m --out $(@D)
+
+demo: artifacts/smollm2-135m/manifest.json ## Export SmolLM2-135M (once) and generate an answer with n-gram speculation.
 	@$(RUN)/specrt generate artifacts/smollm2-135m "$(PROMPT)" --max-tokens 160
 
 test: $(READY) ## Run the tests. ARGS="-m 'not slow'" leaves out those that export the real model.
@@ -69,13 +76,14 @@ $(GPU_READY): pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(GPU_EXTRAS)]'
 	@touch $@
 
-gpu-check-run: $(READY) $(GPU_READY)
-	@test -f artifacts/smollm2-135m/manifest.json || $(RUN)/specrt export smollm2-135m -o artifacts/smollm2-135m
-	@test -f artifacts/smollm2-trt/manifest.json || \
-	  $(RUN)/specrt export smollm2-135m --dialect tensorrt -o artifacts/smollm2-trt
-	-@test -f artifacts/smollm2-trt-plan/manifest.json || \
-	  $(GPU_VENV)/bin/specrt plan artifacts/smollm2-trt -o artifacts/smollm2-trt-plan --with-decode $(ARGS)
-	@$(GPU_VENV)/bin/python -m benchmarks.gpu_check artifacts/smollm2-135m artifacts/smollm2-trt artifacts/smollm2-trt-plan
+artifacts/gpu-check/%/manifest.json: | $(READY)
+	@$(RUN)/specrt export smollm2-135m $(GPU_CHECK_$*) -o $(@D)
+
+artifacts/gpu-check/%-plan/manifest.json: | artifacts/gpu-check/%/manifest.json $(GPU_READY)
+	-@$(GPU_VENV)/bin/specrt plan artifacts/gpu-check/$* -o $(@D) --with-decode $(BUILT_BY) $(ARGS)
+
+gpu-check-run: artifacts/smollm2-135m/manifest.json $(GPU_CHECK:%=artifacts/gpu-check/%/manifest.json) $(GPU_READY)
+	@$(GPU_VENV)/bin/python -m benchmarks.gpu_check artifacts/smollm2-135m $(GPU_CHECK:%=artifacts/gpu-check/%)
 
 check: $(READY) ## Verify ARTIFACT=... on this machine.
 	@$(RUN)/specrt check "$(ARTIFACT)" $(ARGS)

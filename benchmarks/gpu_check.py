@@ -1,8 +1,9 @@
 """`make gpu-check`: run artifacts on a GPU for real, compare with the CPU, and measure calls.
 
-Per artifact: mean KL to its source over the reference rows; greedy tokens on the built-in prompts, plain against the
-CPU's and speculative against plain; whether a rollback leaves a trace in any call shape; which widths give the same
-bits; the seconds of a call by width. Without a GPU it says so, and claims nothing.
+Per artifact: mean KL to its source over the reference rows; tokens on the built-in prompts, greedy ones against the
+CPU's, greedy and sampled ones of speculation against plain decoding's, and where logits stay on the GPU against those
+that whole rows give; whether a rollback leaves a trace in any call shape; which widths give the same bits; the seconds
+of a call by width. Without a GPU it says so, and claims nothing.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,28 @@ from specrt.prompts import load_prompts
 from specrt_profiles.exactness import find_exact_widths
 
 NO_GPU = 3  # exit code of --probe
-_KS = (3, 15)
 _MAX_TOKENS, _REPEATS, _CONTEXT = 64, 50, 256
+_KS = {"greedy": (3, 15), "sampled": (3,)}
+_SAMPLING: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "top_k": 20, "seed": 1},  # best tokens say all that the filter leaves
+}
 Clock = Callable[[], float]
 
 
-def greedy(model: LanguageModel, prompts: Sequence[str], k: int) -> list[tuple[int, ...]]:
-    """Return the greedy tokens of each prompt."""
-    how: dict[str, Any] = {"k": k, "temperature": 0.0, "max_tokens": _MAX_TOKENS, "drafter": "ngram"}
+def texts(
+    model: LanguageModel, prompts: Sequence[str], k: int, sampling: Mapping[str, Any] = _SAMPLING["greedy"]
+) -> list[tuple[int, ...]]:
+    """Return the tokens that follow each prompt."""
+    how: dict[str, Any] = {"k": k, "max_tokens": _MAX_TOKENS, "drafter": "ngram", **sampling}
     chat = model.tokenizer.has_chat_template
     asked = [[{"role": "user", "content": text}] if chat else text for text in prompts]
     return [model.generate(prompt, **how).token_ids for prompt in asked]  # type: ignore[arg-type]
+
+
+def whole_rows(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same law, by a bias of nothing, for which the host looks at every row of logits."""
+    return {**sampling, "logit_bias": {0: 0.0}}
 
 
 def num_equal(found: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> int:
@@ -84,27 +96,46 @@ def call_times(engine: Engine, tokens: Sequence[int], *, repeats: int, clock: Cl
     }
 
 
+def check_texts(
+    model: LanguageModel, prompts: Sequence[str], expected: Sequence[tuple[int, ...]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return how many texts are what they should be, and what is wrong, in words; those of the CPU may differ."""
+    found: dict[str, Any] = {"num_texts": len(prompts), "speculative_as_plain": {}, "as_whole_rows": {}}
+    problems: list[str] = []
+    for name, sampling in _SAMPLING.items():
+        plain = texts(model, prompts, 0, sampling)
+        if name == "greedy":
+            found["as_on_cpu"] = num_equal(plain, expected)
+        others = {
+            ("speculative_as_plain", f"{name}, k={k}"): texts(model, prompts, k, sampling)
+            for k in _KS[name] if k <= model.max_k
+        }  # fmt: skip
+        if model.manifest.target.output != "logits":
+            others["as_whole_rows", name] = texts(model, prompts, 0, whole_rows(sampling))
+        for (what, which), other in others.items():
+            found[what][which] = count = num_equal(other, plain)
+            if count < len(plain):
+                problems.append(f"{which}: {count} of {len(plain)} texts {what.replace('_', ' ')}")
+    return found, problems
+
+
 def check_model(
     model: LanguageModel, prompts: Sequence[str], expected: Sequence[tuple[int, ...]], *, repeats: int, clock: Clock
 ) -> dict[str, Any]:
     """Return the report of one loaded artifact; `problems` says what is wrong, in words."""
     engine, spec = model.target, model.manifest.target
     tokens = np.random.default_rng(0).integers(0, spec.vocab_size, engine.capacity).tolist()
-    plain = greedy(model, prompts, 0)
-    lossless = {f"k={k}": num_equal(greedy(model, prompts, k), plain) for k in _KS if k <= model.max_k}
+    counts, problems = check_texts(model, prompts, expected)
     traces, kl = rollback_traces(engine, tokens), mean_kl(engine, spec, model.folder)
     exact = find_exact_widths(
         engine.forward, measurable_widths(spec), vocab_size=engine.vocab_size, capacity=engine.capacity
     )
-    problems = [
-        f"{name}: {count} of {len(plain)} texts as plain" for name, count in lossless.items() if count < len(plain)
-    ]
     problems += [f"a rollback leaves a trace at width {width}" for width in traces]
     if not is_as_exported(kl, spec.parity.mean_kl):
         problems.append(f"mean KL {kl:.3g}, at export {spec.parity.mean_kl:.3g}")
     return {
-        "platform": engine.platform, "precision": spec.precision, "num_texts": len(plain),
-        "as_on_cpu": num_equal(plain, expected), "speculative_as_plain": lossless, "mean_kl": kl,
+        "platform": engine.platform, "dialect": spec.dialect, "precision": spec.precision, "output": spec.output,
+        **counts, "mean_kl": kl,
         "ladder": engine.verify_widths, "same_bits": exact.groups, "dependent": exact.dependent,
         "calls": call_times(engine, tokens, repeats=repeats, clock=clock), "problems": problems,
     }  # fmt: skip
@@ -149,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("expected a reference and the artifacts to run")
     prompts = [prompt.text for prompt in load_prompts(None, limit=1)]
     with load(given.reference, device="cpu") as model:
-        expected = greedy(model, prompts, 0)
+        expected = texts(model, prompts, 0)
     reports = [check_folder(folder, prompts, expected, device=given.device) for folder in given.artifacts]
     given.out.write_text(json.dumps(reports, indent=1) + "\n", "utf-8")
     print(json.dumps(reports, indent=1))
