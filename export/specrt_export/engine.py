@@ -238,7 +238,9 @@ def _prove_structure(
 def _in_fp32_arithmetic(request: EngineRequest, path: Path, *, rounded: bool = False) -> Iterator[parity.GraphRunner]:
     """Open a copy of a written graph that computes in fp32; see `graph.save_in_fp32_arithmetic`."""
     twin = path.with_name(f"{request.name}-fp32-arithmetic.onnx")
-    profile = replace(request.profile, precision="fp32", kv_precision=request.profile.kv_precision if rounded else "same")
+    profile = replace(
+        request.profile, precision="fp32", kv_precision=request.profile.kv_precision if rounded else "same"
+    )
     graph.save_in_fp32_arithmetic(path, twin, rounded=rounded)
     try:
         yield parity.GraphRunner(

@@ -134,8 +134,8 @@ def _check_attention(path: Path, spec: EngineSpec, *, index: int) -> None:
     takes_trees = any(tensor.name == "tree_mask" for tensor in spec.inputs)
     if takes_trees and any(dtype == "int8" for _, _, _, dtype in kv_tensors(spec)):
         raise EngineError(
-            f"{path}: expected trees or KV buffers in int8 on cuda:{index}, found both: ONNX Runtime's CUDA provider has "
-            "no GroupQueryAttention for that: export without --trees or with --kv-precision same, or load it with "
+            f"{path}: expected trees or KV buffers in int8 on cuda:{index}, found both: ONNX Runtime's CUDA provider "
+            "has no GroupQueryAttention for that: export without --trees or with --kv-precision same, or load it with "
             "device cpu"
         )
 
