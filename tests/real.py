@@ -28,18 +28,32 @@ def exported(
     return out
 
 
-def smollm_folder(parent: Path) -> Path:
-    """Return a small random-weight Llama with SmolLM2's tokenizer, as a transformers directory."""
+def smollm(parent: Path) -> Path:
+    """Return the default model as a transformers directory, which is read much faster than its GGUF file."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = parent / "smollm2"
+    if not (folder / "tokenizer.json").is_file():
+        path = fetch(catalogue()["smollm2-135m"], default_cache_dir(), lambda _: None)
+        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent, gguf_file=path.name))
+        model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+    return folder
+
+
+def random_draft(parent: Path) -> Path:
+    """Return a small random-weight Llama with the default model's tokenizer, as a transformers directory."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = parent / "random-draft"
     if not (folder / "config.json").is_file():
-        path = fetch(catalogue()["smollm2-135m"], default_cache_dir(), lambda _: None)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
         config = LlamaConfig(vocab_size=49152, max_position_embeddings=2048, eos_token_id=2, **sizes)
         LlamaForCausalLM(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(smollm(parent)).save_pretrained(folder)
     return folder
 
 

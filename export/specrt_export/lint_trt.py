@@ -17,7 +17,10 @@ _OPSET = 24
 _STANDARD = ("", "ai.onnx")
 _NOT_PARSED = ("QLinear", "Bitwise", "Sequence", "Optional", "String", "MatMulInteger", "DynamicQuantizeLinear",
                "ConvInteger", "BitShift", "BitCast", "Compress", "Unique", "CumProd", "Multinomial", "Bernoulli", "Det",
-               "DFT", "SwiGLU", "LinearAttention", "CausalConvWithState")  # fmt: skip
+               "DFT", "SwiGLU", "LinearAttention", "CausalConvWithState", "AffineGrid", "CenterCropPad", "Col2Im",
+               "ConcatFromSequence", "DeformConv", "ImageDecoder", "MaxRoiPool", "MaxUnpool", "MelWeightMatrix",
+               "NegativeLogLikelihoodLoss", "RegexFullMatch", "SoftmaxCrossEntropyLoss", "SplitToSequence",
+               "TfIdfVectorizer")  # fmt: skip
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _INTEGER_WEIGHTS = {ir.DataType.INT8, ir.DataType.INT4}
 _INDICES = {ir.DataType.INT32, ir.DataType.INT64}

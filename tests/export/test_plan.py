@@ -28,8 +28,8 @@ from specrt_export.plan import PlanRequest, build_plan, default_out
 from specrt_export.progress import Phases, Progress
 from specrt_profiles.errors import ManifestError, MissingExtraError
 from specrt_profiles.files import check_hashes, sha256_of
-from specrt_profiles.manifest import EngineSpec, Manifest, read_manifest
-from specrt_profiles.plan import call_shapes, kv_aliases
+from specrt_profiles.manifest import read_manifest
+from specrt_profiles.plan import PlanShape, call_shapes, kv_aliases
 
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="not installed: pip install 'specrt[tensorrt-rtx]'")
 RTX = BuildOptions(builder="tensorrt-rtx")
@@ -288,6 +288,72 @@ def test_a_package_that_is_missing_comes_with_the_line_that_installs_it(
         build(source, tmp_path / "out", BuildOptions(builder="tensorrt"))
 
 
+def build_once(source: Path, **options: Any) -> Any:
+    """Build the target's narrowest call alone."""
+    spec = read_manifest(source).target
+    shapes = (PlanShape(name="verify", width=2, rows=2),)
+    return Builder(BuildOptions(**options)).build(spec, source / spec.file, shapes, lambda _: None)
+
+
+@pytest.mark.filterwarnings("ignore:Timing cache operations are no-ops:DeprecationWarning")
+def test_a_timing_cache_is_written_and_read_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By TensorRT-RTX under the other package's name; it keeps nothing in its cache."""
+    monkeypatch.setattr(builder, "_package", lambda _: trt)
+    cache = tmp_path / "times"
+    build_once(source, builder="tensorrt", timing_cache=cache)
+    first = cache.read_bytes()
+    build_once(source, builder="tensorrt", timing_cache=cache)
+    assert cache.read_bytes() == first
+    assert [path.name for path in tmp_path.iterdir()] == ["times"]
+
+
+@pytest.mark.filterwarnings("ignore:Timing cache operations are no-ops:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("place", "text"), [(".", "cannot be read: Is a dir"), ("no/times", "cannot be written: No such")]
+)
+def test_a_timing_cache_that_cannot_be_kept_is_one_line(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, text: str
+) -> None:
+    monkeypatch.setattr(builder, "_package", lambda _: trt)
+    with pytest.raises(PlanError, match=rf"the timing cache {text}") as caught:
+        build_once(source, builder="tensorrt", timing_cache=tmp_path / place)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_shape_that_the_graph_does_not_have_is_refused(source: Path) -> None:
+    spec = read_manifest(source).target
+    shapes = (PlanShape(name="verify", width=spec.slots + 2, rows=2),)
+    with pytest.raises(PlanError, match=r"target\.onnx: tensorrt-rtx .*KVCacheUpdate.*must be less than") as caught:
+        Builder(RTX).build(spec, source / spec.file, shapes, lambda _: None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_is_asked_of_the_builder(
+    source: Path, tensorrt_artifact: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Every attention is the fused operator, but at fp32, and scratch memory is limited."""
+    seen: list[tuple[list[bool], int]] = []
+    original = Builder._config
+
+    def spy(self: Builder, network: Any, shapes: Any) -> Any:
+        config = original(self, network, shapes)
+        layers = [network.get_layer(i) for i in range(network.num_layers)]
+        attentions = [layer for layer in layers if layer.type == trt.LayerType.ATTENTION_OUTPUT]
+        for layer in attentions:
+            layer.__class__ = trt.IAttentionOutputLayer
+        limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
+        seen.append(([layer.attention.decomposable for layer in attentions], limit))
+        return config
+
+    monkeypatch.setattr(Builder, "_config", spy)
+    build_once(source if precision == "fp16" else tensorrt_artifact, builder="tensorrt-rtx", workspace_mib=64)
+    assert seen == [([precision == "fp32"] * 2, 64 << 20)], "as many as layers"
+
+
 def test_a_second_builder_that_would_not_hear_its_warnings_is_refused() -> None:
     first = Builder(RTX)
     with pytest.raises(PlanError, match="something else in this process uses it: build in a process of its own"):
@@ -354,20 +420,17 @@ def test_a_plan_goes_beside_its_artifact(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [RTX, ADA], ids=["default", "8.9"])
-def test_plans_of_the_default_model_hold_the_weights_once(
-    real_folder: Path, tmp_path_factory: pytest.TempPathFactory, options: BuildOptions
-) -> None:
+def test_plans_of_the_default_model_hold_the_weights_once(real_folder: Path, tmp_path: Path) -> None:
     artifact = exported(real_folder, "smollm2-tensorrt-fp16", "smollm2-135m", dialect="tensorrt", precision="fp16")
-    out = tmp_path_factory.mktemp("plans")
-    specs: list[EngineSpec] = []
-    for name in ("one", "two"):
-        manifest: Manifest = read_manifest(build(artifact, out / name, options))
-        specs.append(manifest.target)
-    assert contents(out / "one" / "target.plan") == contents(out / "two" / "target.plan")
-    assert specs[0] == specs[1]
-    size = (out / "one" / "target.plan").stat().st_size
-    assert specs[0].weight_bytes < size < 1.5 * specs[0].weight_bytes, "one copy of the weights"
+    builds = {"one": RTX, "two": RTX, "8.9": ADA}
+    plans = {name: build(artifact, tmp_path / name, options) / "target.plan" for name, options in builds.items()}
+    assert contents(plans["one"]) == contents(plans["two"])
+    assert header(plans["8.9"])[2] == 1 << 3
+    specs = {name: read_manifest(plan.parent).target for name, plan in plans.items()}
+    assert specs["one"] == specs["two"]
+    for name, plan in plans.items():
+        size = plan.stat().st_size
+        assert specs[name].weight_bytes < size < 1.5 * specs[name].weight_bytes, "one copy of the weights"
 
 
 def test_phases_add_up_and_never_fall() -> None:

@@ -1,15 +1,20 @@
 """Every family's graph through TensorRT-RTX's own parser and builder, which need no GPU."""
 
 from pathlib import Path
+from typing import Any
 
+import onnx
+import onnx_ir as ir
 import pytest
 
 import tiny
 from specrt_export.builder import Builder, BuildOptions
+from specrt_export.errors import UnsupportedModelError
+from specrt_export.lint_trt import lint_tensorrt
 from specrt_profiles.manifest import read_manifest
 from specrt_profiles.plan import call_shapes
 
-pytest.importorskip("tensorrt_rtx", reason="not installed: pip install 'specrt[tensorrt-rtx]'")
+trt: Any = pytest.importorskip("tensorrt_rtx", reason="not installed: pip install 'specrt[tensorrt-rtx]'")
 QUICK = {"gemma2", "gpt2"}
 FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in tiny.FAMILIES]
 
@@ -27,6 +32,20 @@ def test_a_graph_that_takes_trees_is_parsed_and_built(tmp_path: Path, family: st
 @pytest.mark.parametrize(("family", "output"), [("gemma2", "argmax"), ("llama", "top-k")])
 def test_a_graph_that_finds_the_best_tokens_is_parsed_and_built(tmp_path: Path, family: str, output: str) -> None:
     check(tmp_path, family, output=output)
+
+
+def test_the_lint_refuses_every_operator_that_the_parser_lacks() -> None:
+    builder = Builder(BuildOptions(builder="tensorrt-rtx"))
+    network = builder._builder.create_network(1)
+    parser = trt.OnnxParser(network, builder._log)
+    names = {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == ""}
+    lacking = sorted(name for name in names if not parser.supports_operator(name))
+    assert len(lacking) > 30
+    for name in lacking:
+        node = ir.node(name, [])
+        graph = ir.Graph([], node.outputs, nodes=[node], opset_imports={"": 24})
+        with pytest.raises(UnsupportedModelError, match=rf"{name} .*TensorRT's parser does not take this operator"):
+            lint_tensorrt(ir.Model(graph, ir_version=11))
 
 
 def check(folder: Path, family: str, **changes: object) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import specrt
-from real import Recorder, exported, smollm_folder
+from copies import copy_artifact, draft_with_target
+from real import Recorder, exported, random_draft, smollm
 from specrt.prompts import load_prompts
 from specrt_profiles.manifest import read_manifest
 
@@ -22,16 +23,19 @@ MAX_TOKENS = 20
 @pytest.fixture(scope="module")
 def artifacts(real_folder: Path) -> dict[str, Path]:
     """SmolLM2-135M at fp32 and int4, each with itself at int4 or random weights as draft; at int8 without a draft."""
-    folder = real_folder
-    fp32 = exported(folder, "smollm2-fp32", "smollm2-135m", draft="smollm2-135m")
-    int4 = exported(folder, "smollm2-int4", "smollm2-135m", draft="smollm2-135m", precision="int4")
-    adversary = str(smollm_folder(folder))
+    folder, source, adversary = real_folder, str(smollm(real_folder)), str(random_draft(real_folder))
+    fp32 = exported(folder, "smollm2-fp32", "smollm2-135m", draft=source)
+    int4 = exported(folder, "smollm2-int4", source, precision="int4")
+    random = exported(folder, "smollm2-int4-random", None, draft=adversary, add_to=int4)
+    if not (folder / "smollm2-int4-self").is_dir():
+        copy_artifact(random, folder / "smollm2-int4-self", draft_with_target)
     return {
         "fp32": fp32,
-        "int4": int4,
-        "int8": exported(folder, "smollm2-int8", "smollm2-135m", precision="int8"),
+        "int4": folder / "smollm2-int4-self",
+        "int8": exported(folder, "smollm2-int8", source, precision="int8"),
         "fp32, random draft": exported(folder, "smollm2-fp32-random", None, draft=adversary, add_to=fp32),
-        "int4, random draft": exported(folder, "smollm2-int4-random", None, draft=adversary, add_to=int4),
+        "int4, random draft": random,
+        "tensorrt": exported(folder, "smollm2-tensorrt-fp32", source, dialect="tensorrt", capacity=512),
     }
 
 
@@ -112,6 +116,17 @@ def test_kv_has_the_same_bits_however_it_was_written(
 def test_the_artifact_is_close_to_its_source(artifacts: dict[str, Path], precision: str, kl: float) -> None:
     """The source was stored in blocks of 4 bits with minima: the same blocks are stored again."""
     assert read_manifest(artifacts[precision]).target.parity.mean_kl <= kl
+
+
+def test_both_dialects_say_the_same(artifacts: dict[str, Path], machine_cache: Path) -> None:
+    texts = []
+    for name in ("fp32", "tensorrt"):
+        with specrt.load(artifacts[name], cache_dir=machine_cache) as loaded:
+            asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[::2]]
+            how = {"max_tokens": MAX_TOKENS, "drafter": "ngram"}
+            texts.append([loaded.generate(prompt, k=k, **how).token_ids for prompt in asked for k in (0, 5)])
+    assert texts[0] == texts[1]
+    assert min(map(len, texts[0])) > 1
 
 
 def test_the_answer_makes_sense(artifacts: dict[str, Path], machine_cache: Path) -> None:
