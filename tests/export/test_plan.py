@@ -247,6 +247,19 @@ def test_only_graphs_of_the_dialect_are_built(tiny_artifact: Path, plans: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_without_room_is_refused_before_anything_is_built(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(entry.size for name, entry in read_manifest(source).files.items() if ".onnx" in name)
+    free = SimpleNamespace(free=2 * size - 1)
+    monkeypatch.setattr("specrt_export.staging.shutil.disk_usage", lambda _: free)
+    with pytest.raises(ExportError, match=r"needed for the artifact, .* free: free some space"):
+        build(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    free.free += 1
+    build(source, tmp_path / "out")
+
+
 def test_a_damaged_artifact_is_refused(source: Path, tmp_path: Path) -> None:
     artifact = copy_artifact(source, tmp_path / "artifact")
     data = bytearray((artifact / "target.onnx.data").read_bytes())
