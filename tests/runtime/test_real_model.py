@@ -122,7 +122,7 @@ def test_both_dialects_say_the_same(artifacts: dict[str, Path], machine_cache: P
     texts = []
     for name in ("fp32", "tensorrt"):
         with specrt.load(artifacts[name], cache_dir=machine_cache) as loaded:
-            asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[::2]]
+            asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[::3]]
             how = {"max_tokens": MAX_TOKENS, "drafter": "ngram"}
             texts.append([loaded.generate(prompt, k=k, **how).token_ids for prompt in asked for k in (0, 5)])
     assert texts[0] == texts[1]
