@@ -30,7 +30,7 @@ class Speculation:
 
 
 def default_drafter(manifest: Manifest, *, has_features: bool) -> str:
-    """Return the drafter of requests that name none: the artifact's, or what of it runs without the target's features."""
+    """Return the drafter of requests that name none: the artifact's, or the part that runs without features."""
     default = manifest.default_drafter
     if has_features or not manifest.reads_target(default):
         return default
