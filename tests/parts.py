@@ -5,14 +5,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from specrt.acceptance import Proposal
 from specrt.control import Controller, FixedController
 from specrt.drafters import Drafter, NoDrafter
+from specrt.drafters.eagle import EagleDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.loop import Loop, Token
 from specrt.prefix_cache import Reuse
 from specrt.sampling import Sampler, SamplingParams
 from specrt.stops import StopRules
+from toy import ToyHead
 
 
 class PlainDetokenizer:
@@ -95,6 +99,13 @@ def run(target: Any, drafter: Drafter | None = None, **arguments: Any) -> tuple[
 
 def ngram() -> NgramDrafter:
     return NgramDrafter()
+
+
+def toy_eagle(vocab_size: int, *, tree: bool, capacity: int = 64, salt: int = 9) -> EagleDrafter:
+    """Return the drafter of a toy head that knows all tokens."""
+    head: Any = ToyHead(vocab_size, capacity=capacity, salt=salt)
+    features, ids = np.zeros((capacity, 1), np.float32), np.arange(vocab_size)
+    return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, tree=tree)
 
 
 def chi_square(observed: Iterable[int], expected: Iterable[float]) -> tuple[float, int]:

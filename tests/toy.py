@@ -124,6 +124,39 @@ class ToyEngine:
         return self._logits(prefix)
 
 
+class ToyHead:
+    """A head whose logits are a function of the tokens it read, and that is given a feature for each of the text's."""
+
+    def __init__(self, vocab_size: int = 5, *, capacity: int = 64, salt: int = 9) -> None:
+        self.vocab_size, self.capacity, self._salt = vocab_size, capacity, salt
+        self.num_steps = 0
+        self._rows: list[int] = []
+
+    @property
+    def kv_length(self) -> int:
+        return len(self._rows)
+
+    @property
+    def confidence(self) -> float:
+        weights = np.exp(self._logits - self._logits.max())
+        return float(weights.max() / weights.sum())
+
+    def read(self, token_ids: Sequence[int], features: NDArray[np.float32]) -> NDArray[np.float32]:
+        assert 0 < len(token_ids) == len(features)
+        self._rows += token_ids
+        assert self.kv_length <= self.capacity, "a real engine would refuse this"
+        self._logits = hashed_logits(self._rows, self.vocab_size, salt=self._salt)
+        return self._logits
+
+    def step(self, token_id: int) -> NDArray[np.float32]:
+        self.num_steps += 1
+        return self.read((token_id,), np.zeros((1, 1), np.float32))
+
+    def rollback(self, length: int) -> None:
+        assert 0 <= length <= self.kv_length
+        del self._rows[length:]
+
+
 class DriftingEngine(ToyEngine):
     """Trees that show: rows behind another branch of their call are off, and so is whatever follows them once kept."""
 

@@ -20,6 +20,7 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"  # present if the model has one
 GENERATION_FILE = "generation.json"
 DrafterKind = Literal["ngram", "suffix", "model", "eagle"]
 MODEL_FREE: tuple[DrafterKind, ...] = ("ngram", "suffix")  # drafters that need no files: every artifact has them
+BRANCHING: tuple[DrafterKind, ...] = ("suffix", "eagle")  # drafters that can propose trees
 COMBINED = "combined"  # stands for LOOKUP and the first drafter that the artifact brings; see `Manifest.parts`
 LOOKUP: DrafterKind = "suffix"
 _FORMAT: Literal["specrt-artifact"] = "specrt-artifact"
@@ -159,6 +160,11 @@ class Manifest:
         """Tell whether a drafter, or a part of it, reads what the target computes, so that it cannot be replayed."""
         names = self.parts(drafter) or (drafter,)
         return any(name in self.drafters and self.drafters[name].kind == "eagle" for name in names)
+
+    def proposes_trees(self, drafter: str) -> bool:
+        """Tell whether a drafter, or a part of it, can guess several tokens for one place."""
+        known = self.all_drafters
+        return any(name in known and known[name].kind in BRANCHING for name in self.parts(drafter) or (drafter,))
 
     def default_k(self, drafter: str) -> int:
         """Return the k of a request that names none: the profile's for a draft model, else the most there is.

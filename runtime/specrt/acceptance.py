@@ -43,6 +43,26 @@ class Proposal:
     parents: tuple[int, ...] | None = None
     part: str | None = None
 
+    @classmethod
+    def grown(
+        cls, token_ids: Sequence[int], parents: Sequence[int], chances: Sequence[float], *, nodes: Sequence[int]
+    ) -> "Proposal":
+        """Return some nodes of a tree as a proposal, the best branch first; a chain if they do not branch.
+
+        chances: how likely all is right up to a node. nodes: those to take, likeliest first, parents before children.
+        """
+        branch = tree.first_branch(nodes, parents)
+        confidence = chances[branch[-1]] ** (1 / len(branch))
+        if len(branch) == len(nodes):
+            return cls(tuple(token_ids[node] for node in branch), confidence=confidence)
+        on_branch = set(branch)
+        order = [*branch, *(node for node in nodes if node not in on_branch)]
+        places = {-1: -1} | {node: place for place, node in enumerate(order)}
+        return cls(
+            tuple(token_ids[node] for node in order), confidence=confidence,
+            parents=tuple(places[parents[node]] for node in order),
+        )  # fmt: skip
+
     def first(self, count: int) -> "Proposal":
         """Return the proposal of the first `count` tokens."""
         if count >= len(self.token_ids):
@@ -58,6 +78,11 @@ class Proposal:
     def depths(self) -> Sequence[int]:
         """How many nodes come before each node on its way from the root."""
         return range(len(self.token_ids)) if self.parents is None else tree.depths(self.parents)
+
+    @property
+    def num_levels(self) -> int:
+        """How many nodes the longest path has."""
+        return max(self.depths, default=-1) + 1
 
     @property
     def row_parents(self) -> tuple[int, ...] | None:

@@ -8,7 +8,8 @@ proposed, which has the same bits as every speculative setting.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -60,7 +61,8 @@ class BenchRow:
     outside drafter and engine calls. spread: (slowest - fastest) / median of the repeats, the median over prompts.
     draft_s, verify_s, rest_s: seconds per token, the mean over all runs. hint: a remark where speculation did not help.
     parts: drafts, proposed and accepted tokens of each part of a combined drafter, over all runs.
-    predicted: tokens_per_s by replay (`specrt.replay`), None unless asked for.
+    predicted: tokens_per_s by replay (`specrt.replay`), None unless asked for. tree: whether guesses branch.
+    num_other_texts: prompts on which trees gave another text than plain decoding, which a near tie can do to them.
     """
 
     category: str
@@ -83,12 +85,15 @@ class BenchRow:
     hint: str | None
     parts: dict[str, PartCounts]
     predicted: float | None = None
+    tree: bool = False
+    num_other_texts: int = 0
 
     @property
     def remarks(self) -> list[str]:
-        """What there is to say in words: the share of each part of a combined drafter, and the hint."""
+        """What there is to say in words: the share of each part of a combined drafter, other texts, and the hint."""
         by_part = [f"accepted by part: {describe_parts(self.parts)}"] if self.parts else []
-        return by_part + ([self.hint] if self.hint else [])
+        others = f"{self.num_other_texts} prompts with another text than plain (near ties; not with --strict)"
+        return by_part + ([others] if self.num_other_texts else []) + ([self.hint] if self.hint else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ class _Setting:
     name: str
     drafter: str | None = None
     k: int | Literal["auto"] | None = None
+    tree: bool = False
 
 
 _Runs = dict[tuple[str, str], list[list[Statistics]]]  # (category, setting) -> repeats per prompt
@@ -104,46 +110,54 @@ _Runs = dict[tuple[str, str], list[list[Statistics]]]  # (category, setting) -> 
 def run_bench(
     model: LanguageModel, prompts: Sequence[BenchPrompt], *, drafters: Sequence[str],
     ks: Sequence[int | Literal["auto"]], repeats: int, options: Options, chat: bool, on_run: Callable[[], None],
-    predict: bool = False,
+    predict: bool = False, trees: Collection[str] = (),
 ) -> list[BenchRow]:  # fmt: skip
     """Measure plain-1, plain and each drafter at each k; `on_run` is called after each of `num_runs` runs.
 
-    predict: also replay every text in every setting but `plain-1` and those of heads; not with coupling `rejection`,
-    where a text is one of many that a setting may give.
+    trees: drafters that are measured with trees as well. predict: also replay every text in every setting but `plain-1`
+    and those of heads; not with coupling `rejection`, where a text is one of many that a setting may give.
 
     Raises `SpecRTError` if a setting gives other tokens than plain decoding, where they must be the same.
     """
-    settings = [_Setting(PLAIN_ONE), _Setting(PLAIN)]
-    settings += [_Setting(f"{drafter} k={k}", drafter, k) for drafter in drafters for k in ks]
+    settings = _settings(drafters, ks, trees)
     runs: _Runs = {}
     for setting in settings:  # binds calls and brings weights into memory, which no measured run should pay for
         _run(model, prompts[0], setting, {**options, "max_tokens": _WARM_UP}, chat=chat)
     same = options.get("coupling") != "rejection"
     replays: dict[tuple[str, str], list[Statistics]] = {}
+    others: Counter[tuple[str, str]] = Counter()
     for prompt in prompts:
         call_s = time_calls(model.target, context=_CONTEXT, calls=_CALLS, clock=time.perf_counter) if predict else {}
         ids, measured = _measure(model, prompt, settings, options, repeats=repeats, same=same, chat=chat, on_run=on_run)
         for setting in settings:
             for category in {prompt.category, "all"}:
                 runs.setdefault((category, setting.name), []).append(measured[setting.name])
+                others[category, setting.name] += setting.tree and same and ids[setting.name] != ids[PLAIN]
             if (
                 predict
                 and same
                 and setting.name != PLAIN_ONE
                 and not model.manifest.reads_target(setting.drafter or "")
             ):
-                replayed = _replay(model, prompt, setting, options, ids, call_s, chat=chat)
+                replayed = _replay(model, prompt, setting, options, ids[PLAIN], call_s, chat=chat)
                 for category in {prompt.category, "all"}:
                     replays.setdefault((category, setting.name), []).append(replayed)
     categories = dict.fromkeys([*(prompt.category for prompt in prompts), "all"])
     rows = [_row(category, setting, runs) for category in categories for setting in settings]
     predicted = {where: Statistics.combined(stats).tokens_per_s for where, stats in replays.items()}
-    return [replace(row, predicted=predicted.get((row.category, row.setting))) for row in rows]
+    return [
+        replace(row, predicted=predicted.get(key), num_other_texts=others[key])
+        for row in rows
+        if (key := (row.category, row.setting))
+    ]
 
 
-def num_runs(num_prompts: int, drafters: Sequence[str], ks: Sequence[int | Literal["auto"]], repeats: int) -> int:
+def num_runs(
+    num_prompts: int, drafters: Sequence[str], ks: Sequence[int | Literal["auto"]], repeats: int,
+    trees: Collection[str] = (),
+) -> int:  # fmt: skip
     """Return how often `run_bench` calls `on_run`."""
-    return num_prompts * (len(drafters) * len(ks) + 2) * repeats
+    return num_prompts * ((len(drafters) + len(trees)) * len(ks) + 2) * repeats
 
 
 def format_table(rows: Sequence[BenchRow]) -> str:
@@ -171,25 +185,38 @@ def format_table(rows: Sequence[BenchRow]) -> str:
     return "\n".join([*lines, *([""] if hints else []), *hints])
 
 
+def _settings(
+    drafters: Sequence[str], ks: Sequence[int | Literal["auto"]], trees: Collection[str]
+) -> list[_Setting]:  # fmt: skip
+    found = [_Setting(PLAIN_ONE), _Setting(PLAIN)]
+    for drafter in drafters:
+        found += [_Setting(f"{drafter} k={k}", drafter, k) for k in ks]
+        found += [_Setting(f"{drafter} tree k={k}", drafter, k, tree=True) for k in ks if drafter in trees]
+    return found
+
+
 def _measure(
     model: LanguageModel, prompt: BenchPrompt, settings: Sequence[_Setting], options: Options, *, repeats: int,
     same: bool, chat: bool, on_run: Callable[[], None],
-) -> tuple[tuple[int, ...], dict[str, list[Statistics]]]:  # fmt: skip
-    """Run a prompt in every setting in turn; return its text, which has to be the `same` in all, and statistics."""
+) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Statistics]]]:  # fmt: skip
+    """Run a prompt in every setting in turn; return texts and statistics by setting.
+
+    Texts have to be the `same` in all but `plain-1`, and trees that are not strict.
+    """
     measured: dict[str, list[Statistics]] = {setting.name: [] for setting in settings}
-    expected: tuple[int, ...] = ()
+    texts: dict[str, tuple[int, ...]] = {}
     for _ in range(repeats):
         for setting in settings:
             ids, stats = _run(model, prompt, setting, options, chat=chat)
             on_run()
             measured[setting.name].append(stats)
-            if setting.name != PLAIN_ONE and same:
-                expected = expected or ids
-                if ids != expected:
-                    raise SpecRTError(
-                        f"{setting.name} gave other tokens than plain on {prompt.text[:40]!r}: run 'specrt check'"
-                    )
-    return expected, measured
+            texts.setdefault(setting.name, ids)
+            exact = setting.name != PLAIN_ONE and (options.get("strict") or not setting.tree)
+            if same and exact and ids != texts[PLAIN]:
+                raise SpecRTError(
+                    f"{setting.name} gave other tokens than plain on {prompt.text[:40]!r}: run 'specrt check'"
+                )
+    return texts, measured
 
 
 def _run(model: LanguageModel, prompt: BenchPrompt, setting: _Setting, options: Options, *,
@@ -218,7 +245,7 @@ def _prompt(prompt: BenchPrompt, *, chat: bool) -> Prompt:
 
 
 def _options(options: Options, setting: _Setting) -> Options:
-    return {"seed": 0, **options, "drafter": setting.drafter or "none", "k": setting.k or 0}
+    return {"seed": 0, **options, "drafter": setting.drafter or "none", "k": setting.k or 0, "tree": setting.tree}
 
 
 def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
@@ -234,7 +261,7 @@ def _row(category: str, setting: _Setting, runs: _Runs) -> BenchRow:
     over_plain = _ratio(rate, _tokens_per_s(runs[category, PLAIN]))
     draft_s, call_s = _ratio(every.draft_s, every.num_proposed), _ratio(one_row.verify_s, one_row.num_steps)
     return BenchRow(
-        category=category, setting=setting.name, drafter=setting.drafter, k=setting.k,
+        category=category, setting=setting.name, drafter=setting.drafter, k=setting.k, tree=setting.tree,
         num_tokens=sum(repeats[0].num_tokens for repeats in prompts), tokens_per_s=rate,
         speedup=_ratio(rate, _tokens_per_s(runs[category, PLAIN_ONE])),
         over_plain=over_plain,

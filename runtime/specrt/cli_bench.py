@@ -65,7 +65,8 @@ def bench(
     """Compare plain decoding and drafters at several k on a prompt file (a small built-in set if none is given).
 
     plain-1 decodes with calls of width 1, the fastest plain decoding, and is what speedups refer to; plain is the
-    loop without proposals. 128 tokens per prompt unless --max-tokens says otherwise.
+    loop without proposals. 128 tokens per prompt unless --max-tokens says otherwise. With --tree, drafters that can
+    propose trees are measured both ways.
     """
     if engine:
         options.refuse_all_but("engine", "artifact", "repeats", "context", "plot", "threads", "as_json")
@@ -90,10 +91,13 @@ def bench(
     texts = load_prompts(prompts, limit=limit)
     with load(artifact, device=device, threads=threads) as model:
         drafters = given.pop("drafter", model.manifest.drafter_names)
-        with options.progress(num_runs(len(texts), drafters, ks, repeats)) as advance:
+        trees = [name for name in drafters if model.manifest.proposes_trees(name)] or drafters
+        trees = trees if given.pop("tree", False) else []
+        with options.progress(num_runs(len(texts), drafters, ks, repeats, trees)) as advance:
             rows = run_bench(
                 model, texts, drafters=drafters, ks=ks, repeats=repeats, options=given,
                 chat=model.tokenizer.has_chat_template and not raw, on_run=advance, predict=report is not None,
+                trees=trees,
             )  # fmt: skip
     found = {"artifact": str(artifact), "repeats": repeats, "rows": [asdict(row) for row in rows]}
     click.echo(json.dumps(found) if as_json else f"{repeats} repeats\n\n{format_table(rows)}")

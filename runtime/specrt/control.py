@@ -204,7 +204,11 @@ class AdaptiveController:
         free = min(proposed, self._costs.widths[0] - 1)
         if not self._may_risk():
             return free
-        return max(free, self._best(self.rate(proposal.confidence), proposed, 0.0))
+        rate = self.rate(proposal.confidence)
+        if proposal.parents is None:
+            return max(free, self._best(rate, proposed, 0.0))
+        tree_s = expected_tokens(rate, proposal.num_levels) / self._costs.of(proposed + 1)
+        return proposed if tree_s >= expected_tokens(rate, free) / self._costs.of(free + 1) else free
 
     def learn(self, step: Step) -> None:
         """Update rates, costs and account."""
@@ -219,7 +223,7 @@ class AdaptiveController:
         self._proposal_s = _follow(self._proposal_s, step.draft_s)
         self._latest = step.proposal.confidence
         accepted, seen = self._classes.get(self._latest, (0.0, 0.0))
-        tried = step.num_accepted + (step.num_accepted < verified)
+        tried = step.num_accepted + (step.num_accepted < step.proposal.num_levels)
         self._classes[self._latest] = accepted * KEEP + step.num_accepted, seen * KEEP + tried
         self._rejected = 0 if step.num_accepted else self._rejected + 1
 

@@ -182,8 +182,10 @@ class LanguageModel:
         default = default_drafter(manifest, has_features=self.target.features is not None)
         named = str(given.get("drafter") or (self.choice and self.choice.drafter) or default)
         names = (*manifest.drafter_names, *([named] if manifest.parts(named) else []))
-        drafters = {name: manifest.default_k(name) for name in names}
-        how = resolve_speculation(given, drafters=drafters, default=default, choice=self.choice, max_k=self.max_k)
+        how = resolve_speculation(
+            given, drafters={name: manifest.default_k(name) for name in names}, default=default, choice=self.choice,
+            max_k=self.max_k, trees=manifest.of_trees(names) if self.target.takes_trees else None,
+        )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
         stops = StopRules(
@@ -244,14 +246,14 @@ class LanguageModel:
             return NgramDrafter(max_ngram=how.prompt_lookup_max, min_ngram=how.prompt_lookup_min)
         if spec.kind == "suffix":
             cache = self.suffix_cache if how.suffix_cache else None
-            return SuffixDrafter(widths=self.target.verify_widths, cache=cache)
+            return SuffixDrafter(widths=self.target.verify_widths, cache=cache, tree=how.tree)
         if spec.kind == "eagle":
-            return self._eagle(spec, prefixes)
+            return self._eagle(spec, how, prefixes)
         engine = self._engine(str(spec.engine))
         reuse = None if prefixes is None else partial(prefixes.reuse, engine)
         return ModelDrafter(engine, vocab_size=self.target.vocab_size, reuse=reuse)
 
-    def _eagle(self, spec: DrafterSpec, prefixes: PrefixCache | None) -> Drafter:
+    def _eagle(self, spec: DrafterSpec, how: Speculation, prefixes: PrefixCache | None) -> Drafter:
         """Return the head's drafter, opening the head at its first use."""
         features, name, vocab_size = self.target.features, str(spec.engine), self.target.vocab_size
         if name not in self._heads:
@@ -262,11 +264,10 @@ class LanguageModel:
         if features is None:
             raise ManifestError(f"{self.folder}: has a head, but a target without features: export it again")
         reuse = None if prefixes is None else partial(prefixes.reuse, head)
-        return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, reuse=reuse)
+        return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, reuse=reuse, tree=how.tree)
 
     def _facts(self) -> MachineFacts:
-        spec = self.manifest.target
-        facts = self.machine.facts(lambda: measure_facts(self.target, spec, self.folder, clock=self._clock))
+        facts = self.machine.facts(lambda: measure_facts(self.target, self.manifest.target, self.folder, clock=self._clock))
         if not facts.exact_widths:
             raise EngineError(
                 f"{self.folder}: on this machine rows of a call influence each other at every width: not lossless"

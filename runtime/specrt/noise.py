@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Philox
 from numpy.typing import NDArray
 
-_WINDOW = 6.0  # scores within this distance of the best are always compared; any value > 0 gives the same answer
+WINDOW = 6.0  # scores within this distance of the best are always compared; any value > 0 gives the same best one
 
 
 class Purpose(IntEnum):
@@ -64,20 +64,30 @@ def gumbel(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 def gumbel_argmax(scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bits: NDArray[np.uint64]) -> int:
     """Return the token that maximises score + noise, the lowest id on ties (Gumbel 1954; Maddison et al. 2014).
 
-    scores: [V], or [m] with their ascending token `ids`; the largest must be 0. bits: [V], by token id. Without
-    ids only those near the top, or with noise large enough to reach it from below, are looked at; the answer is
-    the same.
+    scores: [V], or [m] with their ascending token `ids`; the largest must be 0. bits: [V], by token id.
+    """
+    ids, values = gumbel_contenders(scores, ids, bits)
+    return int(ids[np.argmax(values)])
+
+
+def gumbel_contenders(
+    scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bits: NDArray[np.uint64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return ascending tokens, the one that maximises score + noise among them, and those sums.
+
+    The arguments are those of `gumbel_argmax`. Without ids only tokens near the top, or with noise large enough to
+    reach it from below, are looked at.
     """
     if ids is None:
-        near = np.flatnonzero(scores >= -_WINDOW)
+        near = np.flatnonzero(scores >= -WINDOW)
         best = float((scores[near] + gumbel(bits[near])).max())
-        # A score below -_WINDOW wins only with noise above best + _WINDOW, that is with u < chance.
-        chance = -np.expm1(-np.exp(-(best + _WINDOW)))
+        # A score below -WINDOW wins only with noise above best + WINDOW, that is with u < chance.
+        chance = -np.expm1(-np.exp(-(best + WINDOW)))
         limit = min(int(chance * 2.0**64 * (1 + 1e-9)) + (1 << 13), 2**64 - 1)
         far = np.flatnonzero(bits <= np.uint64(limit))
         ids = np.union1d(near, far)
         scores = scores[ids]
-    return int(ids[np.argmax(scores + gumbel(bits[ids]))])
+    return ids, scores + gumbel(bits[ids])
 
 
 def inverse_cdf(weights: NDArray[np.float64], u: float) -> int:

@@ -29,7 +29,8 @@ class Options(TypedDict, total=False):
     drafter also looks into the outputs of earlier requests that had it set, and keeps this one's for later ones; off
     unless set, because it lets others find out from the speed alone what was said. draft_budget_ms: a drafter that
     takes longer for a proposal is dropped for the rest of the request. strict: trees have the bits of plain decoding
-    too, because accepted paths that other branches cost their last bits are verified once more as chains.
+    too, because accepted paths that other branches cost their last bits are verified once more as chains. tree: guess
+    several tokens for one place where the drafter is in doubt; `suffix` and `eagle` can, on artifacts that take trees.
     chat_template_kwargs: variables for the chat template (`enable_thinking`, `tools`, ...), with a prompt of messages.
     """
 
@@ -59,6 +60,7 @@ class Options(TypedDict, total=False):
     suffix_cache: bool | None
     draft_budget_ms: float | None
     strict: bool | None
+    tree: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -82,7 +84,7 @@ _ELSEWHERE = {  # what other libraries call it
     "eos_token_id": "stop_token_ids", "do_sample": "temperature", "bad_words_ids": "bad_words",
     "top_logprobs": "logprobs", "tools": "chat_template_kwargs", "enable_thinking": "chat_template_kwargs",
 }  # fmt: skip
-_FLAGS = ("ignore_eos", "suffix_cache", "strict")
+_FLAGS = ("ignore_eos", "suffix_cache", "strict", "tree")
 _NUMBERS = (
     "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "draft_budget_ms",

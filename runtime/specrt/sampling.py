@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specrt import processors
 from specrt.acceptance import Chooser, Law
 from specrt.errors import RequestError
-from specrt.noise import Noise, Purpose, gumbel_argmax, inverse_cdf
+from specrt.noise import WINDOW, Noise, Purpose, gumbel_argmax, gumbel_contenders, inverse_cdf
 from specrt.processors import History
 from specrt.rows import Row, top_of
 
@@ -138,6 +138,26 @@ class Sampler:
             return gumbel_argmax(scores, ids, self._noise.row(position))
         index = self.chooser.token(np.exp(scores), position=position)
         return index if ids is None else int(ids[index])
+
+    def rank(self, logits: Row, *, position: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the tokens that `pick` would take, the best first, and what ranks them: scores, with `gumbel` + noise.
+
+        Only tokens that come near the best. With coupling `rejection` and a temperature they are ranked by the law, as
+        no one may know the draw.
+        """
+        noisy = self.params.temperature > 0 and self.params.coupling == "gumbel"
+        if self.params.temperature == 0:
+            scores = self._adjusted(logits)
+            ids: NDArray[np.int64] | None = None
+        else:
+            ids, scores = self._scores(logits)
+        if noisy:
+            ids, scores = gumbel_contenders(scores, ids, self._noise.row(position))
+        best = float(scores.max())
+        _check_peak(best)
+        near = np.flatnonzero(scores >= best - WINDOW)
+        near = near[np.argsort(-scores[near], kind="stable")]
+        return near if ids is None else ids[near], scores[near]
 
     def law(self, logits: Row) -> Law:
         """Return the law that a row of logits [V] stands for; all mass on one token at temperature 0."""

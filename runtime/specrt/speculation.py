@@ -1,7 +1,7 @@
 """How a request drafts: its options resolved against what the artifact and the machine offer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from specrt_profiles.manifest import LOOKUP, Manifest
 class Speculation:
     """How a request drafts: the drafter by name, most tokens and seconds per proposal, where the drafters look.
 
+    tree: guesses may branch.
+
     adaptive: k is where it begins, and from there on what pays within max_step_ms per step.
     """
 
@@ -27,6 +29,7 @@ class Speculation:
     suffix_cache: bool
     draft_budget_s: float | None
     strict: bool
+    tree: bool
 
 
 def default_drafter(manifest: Manifest, *, has_features: bool) -> str:
@@ -38,13 +41,14 @@ def default_drafter(manifest: Manifest, *, has_features: bool) -> str:
 
 
 def resolve_speculation(
-    given: Mapping[str, Any], *, drafters: Mapping[str, int], default: str, choice: Choice | None, max_k: int
-) -> Speculation:
+    given: Mapping[str, Any], *, drafters: Mapping[str, int], default: str, choice: Choice | None, max_k: int,
+    trees: Collection[str] | None,
+) -> Speculation:  # fmt: skip
     """Fill what `given` leaves out, by the machine's choice if no other drafter is named, else by the artifact.
 
-    drafters: the default k of each.
+    drafters: the default k of each. trees: those that can propose trees, None for an artifact that takes none.
 
-    Raises `RequestError` for an unknown drafter or a k above the ladder.
+    Raises `RequestError` for an unknown drafter, a k above the ladder, or trees where there are none.
     """
     if choice is not None and "drafter" not in given:
         default = choice.drafter
@@ -59,6 +63,11 @@ def resolve_speculation(
     max_step_ms = given.get("max_step_ms")
     if max_step_ms is not None and (asked != "auto" or not max_step_ms > 0):
         raise RequestError(f"max_step_ms: expected a number above 0, with k 'auto', found {max_step_ms}, k {asked!r}")
+    tree = bool(given.get("tree")) and k > 0 and drafter != "none"
+    if tree and trees is None:
+        raise RequestError("tree: the artifact takes chains only: export it with --trees, or leave it out")
+    if tree and drafter not in (trees or ()):
+        raise RequestError(f"tree: expected the drafter {' or '.join(trees or ())}, found {drafter!r}, without trees")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
     ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
@@ -69,6 +78,7 @@ def resolve_speculation(
         drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
         prompt_lookup_max=longest, prompt_lookup_min=shortest, suffix_cache=given.get("suffix_cache", False),
         draft_budget_s=None if budget_ms is None else budget_ms / 1e3, strict=given.get("strict", False),
+        tree=tree,
     )  # fmt: skip
 
 

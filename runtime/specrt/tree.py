@@ -3,7 +3,7 @@
 A chain of n tokens has the parents -1, 0, 1, .. n - 2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,19 @@ def ancestry(parents: Sequence[int]) -> NDArray[np.bool_]:
         if parent >= 0:
             seen[token] |= seen[parent]
     return seen
+
+
+def first_branch(nodes: Iterable[int], parents: Sequence[int]) -> list[int]:
+    """Return the nodes of the first branch, which goes on with the first child of each of them.
+
+    nodes: of a tree, or of a part of it that begins at the root, parents before children.
+    """
+    branch, last = [], -1
+    for node in nodes:
+        if parents[node] == last:
+            branch.append(node)
+            last = node
+    return branch
 
 
 def check_tree(token_ids: Sequence[int], parents: Sequence[int]) -> None:

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parts import ListDrafter, PlainDetokenizer, grow
+from parts import ListDrafter, PlainDetokenizer, grow, toy_eagle
 from specrt.acceptance import Law, Picker, Proposal, Verdict
 from specrt.control import FixedController
 from specrt.drafters import Drafter
 from specrt.drafters.combined import CombinedDrafter, SureController
+from specrt.drafters.ngram import NgramDrafter
+from specrt.drafters.suffix import SuffixDrafter
 from specrt.loop import Loop
-from specrt.sampling import SamplingParams
+from specrt.sampling import Sampler, SamplingParams
 from specrt.stops import StopRules
 from toy import DriftingEngine, ToyEngine
 
@@ -154,10 +156,13 @@ class PositionKeyedDrafts(ExactChooser):
 class ExactPicker:
     """The sampler's side of acceptance on rows that are laws already."""
 
-    params = SamplingParams(coupling="rejection")
+    params = SamplingParams(coupling="rejection", temperature=1.0)
 
     def __init__(self, chooser: Any) -> None:
         self.chooser = chooser
+        real = Sampler(self.params, [0], vocab_size=V, end_ids=())
+        real.chooser = chooser
+        self.rank = real.rank  # of the rows of drafters, which are logits
 
     def pick(self, row: np.ndarray, *, position: int) -> int:
         return int(self.chooser.token(row, position=position))
@@ -270,11 +275,11 @@ class TailK(EveryK):
         return self.k if not tail or tail[0] % 2 else 0
 
 
-def exact_law(length: int, salt: int, stop: int | None) -> Distribution:
+def exact_law(length: int, salt: int, stop: int | None, prompt: Sequence[int] = (0,)) -> Distribution:
     def run(branches: Branches) -> Text:
         tokens: list[int] = []
         while len(tokens) < length and (not tokens or tokens[-1] != stop):
-            tokens.append(branches.pick(list(make_law(salt, "target", [0, *tokens]))))
+            tokens.append(branches.pick(list(make_law(salt, "target", [*prompt, *tokens]))))
         return tuple(tokens)
 
     return enumerate_texts(run)
@@ -284,16 +289,20 @@ def loop_law(
     guess: Guess | None, *, k: int, length: int, salt: int, stop: int | None = None, choose_k: type[EveryK] = EveryK,
     make_chooser: Callable[[Branches], Any] = ExactChooser, make_engine: type[ToyEngine] = ToyEngine,
     strict: bool = False, combine: Callable[[Drafter], Drafter] = lambda drafter: drafter,
+    make_drafter: Callable[[], Drafter] | None = None, prompt: Sequence[int] = (0,),
 ) -> Distribution:  # fmt: skip
     def run(branches: Branches) -> Text:
         chooser = make_chooser(branches)
         engine = make_engine(V, logits=lambda prefix: make_law(salt, "target", prefix))
-        drafter = combine(ListDrafter(_Guesser(guess, chooser, salt, choose_k(k))))
+        drafter = make_drafter() if make_drafter else ListDrafter(_Guesser(guess, chooser, salt, choose_k(k)))
         params = SamplingParams(max_tokens=length)
         stops = StopRules(params, end_ids=() if stop is None else (stop,), room=32, detokenizer=PlainDetokenizer())
         picker: Any = ExactPicker(chooser)
-        controller = FixedController(k if guess else 0)
-        loop = Loop(engine, drafter, picker, stops, [0], controller=controller, clock=lambda: 0.0, strict=strict)
+        controller = FixedController(k if guess or make_drafter else 0)
+        loop = Loop(
+            engine, combine(drafter), picker, stops, list(prompt), controller=controller, clock=lambda: 0.0,
+            strict=strict,
+        )  # fmt: skip
         texts = tuple(token.id for token in loop.run())
         assert not loop.stats.num_drafter_faults
         return texts
@@ -404,6 +413,35 @@ def test_a_tree_that_was_drawn_has_exactly_the_targets_law() -> None:
 @pytest.mark.parametrize("salt", SALTS)
 def test_a_stop_inside_a_tree_keeps_the_law(salt: int) -> None:
     assert error(loop_law(tree_guess(2, 2), k=3, length=4, salt=salt, stop=2), exact_law(4, salt, 2)) == 0
+
+
+SPLIT = (0, 1, 0, 2, 0, 1, 1, 0, 2, 2, 0)  # what follows a token here is open
+BUILT_IN: dict[str, Callable[[], Drafter]] = {
+    "ngram": NgramDrafter,
+    "suffix": lambda: SuffixDrafter(widths=(2, 4)),
+    "suffix tree": lambda: SuffixDrafter(widths=(4,), tree=True),
+    "eagle": lambda: toy_eagle(V, tree=False),
+    "eagle tree": lambda: toy_eagle(V, tree=True),
+}
+
+
+@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_drafters_keep_exactly_the_targets_law(name: str, salt: int) -> None:
+    found = loop_law(None, make_drafter=BUILT_IN[name], k=3, length=4, salt=salt, prompt=SPLIT)
+    assert error(found, exact_law(4, salt, None, SPLIT)) == 0
+
+
+@pytest.mark.parametrize("name", ["suffix tree", "eagle tree"])
+def test_trees_of_built_in_drafters_show_what_an_engine_does_wrong(name: str) -> None:
+    """They do branch, and paths off their first branch are accepted."""
+    worst = Fraction(0)
+    for salt in SALTS:
+        found = loop_law(
+            None, make_drafter=BUILT_IN[name], k=3, length=4, salt=salt, prompt=SPLIT, make_engine=NotMoved
+        )
+        worst = max(worst, error(found, exact_law(4, salt, None, SPLIT)))
+    assert worst > Fraction(1, 10_000)
 
 
 class OneNumberPerPosition(ExactChooser):

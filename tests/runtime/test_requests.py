@@ -45,7 +45,7 @@ def speculation(options: Mapping[str, Any], *, default_k: int = 3, max_k: int = 
 
 def test_the_options_are_the_parameters_and_how_to_draft() -> None:
     how = {"drafter", "k", "max_step_ms", "draft_budget_ms", "prompt_lookup_max", "prompt_lookup_min", "suffix_cache"}
-    how |= {"chat_template_kwargs", "strict"}
+    how |= {"chat_template_kwargs", "strict", "tree"}
     assert set(Options.__annotations__) == set(SamplingParams.__dataclass_fields__) | how
 
 

@@ -7,9 +7,11 @@ of occurrences, not through a tree: a token costs the same two entries in whatev
 dropped by dropping their tokens.
 """
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from specrt.acceptance import Proposal
 from specrt.sampling import Sampler
@@ -19,6 +21,7 @@ LONGEST = 32  # tokens of a suffix that are compared
 _RUN = 4  # a chain per run of so many tokens, beside the one per token: places with longer matches come first
 _MOST = 16  # places that are looked at
 _END = -1  # no token: what follows a text
+Places = list[tuple[int, int]]  # index of the last token, tokens that match
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Smoothing:
 # Fitted to greedy texts of SmolLM2-135M of nine kinds, with the times of calls at int8, int4 and fp32: a flat optimum.
 OWN = Smoothing(discount=0.1, strength=2.0)
 OTHERS = Smoothing(discount=0.3, strength=6.0)  # other texts say less about this one
+BRANCHES = 4  # tokens that a tree guesses for one place
 WORTH = 0.25  # accepted tokens that another row of a call has to bring in to be worth its time
 
 
@@ -145,12 +149,14 @@ class SuffixDrafter:
     """Guesses along the places where the text's latest tokens occurred before, in the text and in a cache.
 
     `widths` is the ladder of verify widths. The rows of the narrowest are there anyway and are always filled, if need
-    be with the text's commonest token; a wider one is taken where its rows are worth their time.
+    be with the text's commonest token; a wider one is taken where its rows are worth their time. tree: guesses branch
+    where counts are split, instead of following the most likely token alone.
     """
 
     name = "suffix"
 
-    def __init__(self, *, widths: Sequence[int], cache: SuffixCache | None = None) -> None:
+    def __init__(self, *, widths: Sequence[int], cache: SuffixCache | None = None, tree: bool = False) -> None:
+        self._branches = BRANCHES if tree else 1
         self._lengths = [width - 1 for width in widths if width > 1]
         self._others = Occurrences() if cache is None else cache.occurrences
         self._own = Occurrences()
@@ -183,27 +189,49 @@ class SuffixDrafter:
 
     def _guess(self, limit: int) -> Proposal:
         """Fill one width after the other as long as its additional rows are likely to bring in what they cost."""
-        text, others = self._own.tokens, self._others
-        own, cached = self._own.places(text), others.places(text)
-        guess: list[int] = []
-        kept, chance, confidence = 0, 1.0, 0.0
+        growing = self._grow()
+        ids: list[int] = []
+        parents: list[int] = []
+        chances: list[float] = []
+        kept = 0
         for length in self._lengths:
             length, gain = min(length, limit), 0.0
-            while len(guess) < length and (chances := _chances(text, own, others.tokens, cached)):
-                token = max(chances, key=chances.__getitem__)
-                chance *= chances[token]
+            for token, parent, chance in islice(growing, length - len(ids)):
+                ids.append(token)
+                parents.append(parent)
+                chances.append(chance)
                 gain += chance
-                guess.append(token)
-                own, cached = _follow(text, own, token), _follow(others.tokens, cached, token)
-                text.append(token)
-                if kept and gain + chance * (length - len(guess)) < WORTH * (length - kept):
+                if kept and gain + chance * (length - len(ids)) < WORTH * (length - kept):
                     break
-            if kept and gain < WORTH * (length - kept):
+            if len(ids) == kept or (kept and gain < WORTH * (length - kept)):
                 break
-            if len(guess) == kept:
-                break
-            kept, confidence = len(guess), round(chance ** (1 / len(guess)), 1)
-        return Proposal(tuple(guess[:kept] or [self._commonest]), confidence=confidence)
+            kept = len(ids)
+        if not kept:
+            return Proposal((self._commonest,), confidence=0.0)
+        found = Proposal.grown(ids, parents, chances, nodes=range(kept))
+        return replace(found, confidence=round(found.confidence, 1))
+
+    def _grow(self) -> Iterator[tuple[int, int, float]]:
+        """Yield guesses, the likeliest first: a token, the guess it follows, and how likely all is right up to it."""
+        text, others = self._own.tokens, self._others.tokens
+        start, queue = len(text), list[tuple[float, int, int, int]]()
+        reached: list[tuple[Places, Places, list[int]]] = [(self._own.places(text), self._others.places(text), [])]
+        node, chance = -1, 1.0
+        while True:
+            own, cached, path = reached[node + 1]
+            text[start:] = path
+            chances = _chances(text, own, others, cached)
+            best = sorted(chances, key=chances.__getitem__, reverse=True)[: self._branches]
+            for rank, token in enumerate(best):
+                heapq.heappush(queue, (-chance * chances[token], node, rank, token))
+            if not queue:
+                return
+            minus, node, _, token = heapq.heappop(queue)
+            yield token, node, -minus
+            own, cached, path = reached[node + 1]
+            text[start:] = path
+            reached.append((_follow(text, own, token), _follow(others, cached, token), [*path, token]))
+            node, chance = len(reached) - 2, -minus
 
 
 def _chances(
