@@ -55,6 +55,15 @@ def tiny_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def trees_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That Llama at fp32 with trees and a random-weight head."""
+    folder = tmp_path_factory.mktemp("trees")
+    head = tiny.make_head(tiny_source, folder / "head.safetensors", "eagle", d2t=False)
+    profile = tiny.profile(trees=True, draft_precision="fp32")
+    return export_tiny(tiny_source, folder / "tiny", draft=None, head=head, profile=profile)
+
+
+@pytest.fixture(scope="session")
 def tensorrt_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That Llama in the TensorRT dialect at fp32, with itself as draft."""
     profile = tiny.profile(dialect="tensorrt", draft_precision="fp32")

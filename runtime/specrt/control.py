@@ -207,8 +207,8 @@ class AdaptiveController:
         rate = self.rate(proposal.confidence)
         if proposal.parents is None:
             return max(free, self._best(rate, proposed, 0.0))
-        tree_s = expected_tokens(rate, proposal.num_levels) / self._costs.of(proposed + 1)
-        return proposed if tree_s >= expected_tokens(rate, free) / self._costs.of(free + 1) else free
+        whole = expected_tokens(rate, proposal.first(proposed).num_levels) / self._costs.of(proposed + 1)
+        return proposed if whole > expected_tokens(rate, free) / self._costs.of(free + 1) else free
 
     def learn(self, step: Step) -> None:
         """Update rates, costs and account."""

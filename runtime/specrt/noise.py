@@ -71,18 +71,18 @@ def gumbel_argmax(scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bi
 
 
 def gumbel_contenders(
-    scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bits: NDArray[np.uint64]
+    scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bits: NDArray[np.uint64], *, within: float = 0.0
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return ascending tokens, the one that maximises score + noise among them, and those sums.
+    """Return ascending tokens and their score + noise: all that come `within` a distance of the best, and others.
 
-    The arguments are those of `gumbel_argmax`. Without ids only tokens near the top, or with noise large enough to
-    reach it from below, are looked at.
+    The other arguments are those of `gumbel_argmax`. Without ids only tokens near the top, or with noise large enough
+    to reach it from below, are looked at.
     """
     if ids is None:
         near = np.flatnonzero(scores >= -WINDOW)
-        best = float((scores[near] + gumbel(bits[near])).max())
-        # A score below -WINDOW wins only with noise above best + WINDOW, that is with u < chance.
-        chance = -np.expm1(-np.exp(-(best + WINDOW)))
+        least = float((scores[near] + gumbel(bits[near])).max()) - within
+        # A score below -WINDOW gets there only with noise above least + WINDOW, that is with u < chance.
+        chance = -np.expm1(-np.exp(-(least + WINDOW)))
         limit = min(int(chance * 2.0**64 * (1 + 1e-9)) + (1 << 13), 2**64 - 1)
         far = np.flatnonzero(bits <= np.uint64(limit))
         ids = np.union1d(near, far)

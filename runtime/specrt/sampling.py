@@ -142,17 +142,13 @@ class Sampler:
     def rank(self, logits: Row, *, position: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return the tokens that `pick` would take, the best first, and what ranks them: scores, with `gumbel` + noise.
 
-        Only tokens that come near the best. With coupling `rejection` and a temperature they are ranked by the law, as
-        no one may know the draw.
+        Only tokens that come near the best. With coupling `rejection` the law alone ranks them: no one may know the
+        draw.
         """
-        noisy = self.params.temperature > 0 and self.params.coupling == "gumbel"
-        if self.params.temperature == 0:
-            scores = self._adjusted(logits)
-            ids: NDArray[np.int64] | None = None
-        else:
-            ids, scores = self._scores(logits)
-        if noisy:
-            ids, scores = gumbel_contenders(scores, ids, self._noise.row(position))
+        sampled = self.params.temperature > 0
+        ids, scores = self._scores(logits) if sampled else (None, self._adjusted(logits))
+        if sampled and self.params.coupling == "gumbel":
+            ids, scores = gumbel_contenders(scores, ids, self._noise.row(position), within=WINDOW)
         best = float(scores.max())
         _check_peak(best)
         near = np.flatnonzero(scores >= best - WINDOW)

@@ -1,12 +1,14 @@
 """`specrt bench`: every setting on every prompt in turn, against the fastest plain decoding, tokens compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import specrt
 from specrt import LanguageModel, SpecRTError, Statistics
 from specrt.bench import PLAIN, PLAIN_ONE, BenchRow, OneRowEngine, _row, _Setting, format_table, num_runs, run_bench
 from specrt.prompts import BenchPrompt
@@ -232,3 +234,53 @@ def test_a_hint_says_why_a_setting_is_slower_than_plain_and_stands_below_the_tab
         assert (rows[1].hint is not None) == hinted
         line = "model k=3: slower than plain decoding: few proposals were accepted"
         assert format_table(rows).splitlines()[-1].startswith(line) == hinted
+
+
+@pytest.fixture
+def trees(trees_artifact: Path, machine_cache: Path) -> Iterator[LanguageModel]:
+    with specrt.load(trees_artifact, cache_dir=machine_cache) as model:
+        yield model
+
+
+def bench_trees(model: LanguageModel, **changes: Any) -> list[BenchRow]:
+    arguments: dict[str, Any] = {
+        "ks": [3], "drafters": ["ngram", "suffix", "eagle"], "repeats": 2, "chat": False, "trees": ["suffix", "eagle"],
+        "options": {"max_tokens": 20, "ignore_eos": True}, "on_run": lambda: None,
+    }  # fmt: skip
+    return run_bench(model, PROMPTS, **{**arguments, **changes})
+
+
+def test_chains_and_trees_stand_side_by_side(trees: LanguageModel) -> None:
+    calls: list[None] = []
+    rows = bench_trees(trees, on_run=lambda: calls.append(None), predict=True)
+    names = ["ngram k=3", "suffix k=3", "suffix tree k=3", "eagle k=3", "eagle tree k=3"]
+    every = [row for row in rows if row.category == "all"]
+    assert [(row.setting, row.tree) for row in every[2:]] == [(name, "tree" in name) for name in names]
+    assert len(calls) == num_runs(len(PROMPTS), ["ngram", "suffix", "eagle"], [3], 2, ["suffix", "eagle"]) == 3 * 7 * 2
+    chain, tree = (row for row in every if row.drafter == "eagle")
+    assert (len(chain.acceptance_by_position), chain.num_other_texts) == (3, 0)
+    assert len(tree.acceptance_by_position) < 3, "it did not branch"
+    assert [row.setting for row in every if row.predicted is None] == [PLAIN_ONE, "eagle k=3", "eagle tree k=3"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_another_text_is_counted_for_trees_and_an_error_where_they_are_strict(
+    trees: LanguageModel, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    model: Any = trees
+    start = model.start
+
+    def wrong(prompt: Any, options: Any, **named: Any) -> Any:
+        biased = options["tree"] and options["drafter"] == "suffix" and prompt == PROMPTS[1].text
+        return start(prompt, {**options, "logit_bias": {60: 30.0}} if biased else options, **named)
+
+    monkeypatch.setattr(model, "start", wrong)
+    options = {"max_tokens": 20, "ignore_eos": True, "strict": strict}
+    if strict:
+        with pytest.raises(SpecRTError, match="suffix tree k=3 gave other tokens than plain on 'the quick brown'"):
+            bench_trees(model, options=options)
+        return
+    rows = bench_trees(model, options=options)
+    counts = {(row.category, row.setting): row.num_other_texts for row in rows if row.num_other_texts}
+    assert counts == {("chat", "suffix tree k=3"): 1, ("all", "suffix tree k=3"): 1}
+    assert "suffix tree k=3: 1 prompts with another text than plain" in format_table(rows)

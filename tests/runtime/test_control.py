@@ -230,3 +230,26 @@ def test_the_loop_tells_the_controller_what_was_drafted_and_what_was_verified() 
     assert steps[0].proposal.token_ids == (1, 2)
     assert all(step.draft_s > 0 and step.verify_s > 0 for step in steps)
     assert loop.stats.num_proposed == sum(len(step.proposal.token_ids) for step in steps)
+
+
+def test_a_tree_is_verified_whole_or_in_what_is_free() -> None:
+    """By its levels: a wide tree of one level brings a token at most, however many guesses there are."""
+    deep = Proposal(tuple(range(5)), confidence=0.9, parents=(-1, 0, 1, 2, 0))
+    wide = Proposal(tuple(range(5)), confidence=0.1, parents=(-1, -1, -1, -1, -1))
+    assert adaptive().keep(deep) == 5
+    assert adaptive().keep(wide) == 1
+    controller = AdaptiveController(CallCosts(CALL_S), first=5, max_step_s=CALL_S[4])
+    assert controller.keep(deep) == 3
+
+
+def test_a_tree_whose_longest_path_is_accepted_has_no_rejected_level() -> None:
+    tree = Proposal((1, 2, 3, 4), confidence=0.5, parents=(-1, 0, -1, -1))
+    rates = []
+    for accepted in (2, 1):
+        controller = adaptive()
+        for _ in range(10):
+            step = Step(proposal=tree, num_drafted=4, num_accepted=accepted, draft_s=0.0, verify_s=PLAIN_S)
+            controller.learn(step)
+        rates.append(controller.rate(0.5))
+    assert rates[0] > 0.85
+    assert rates[1] == pytest.approx(0.5, abs=0.01)

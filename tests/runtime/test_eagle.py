@@ -32,7 +32,8 @@ from specrt_profiles.manifest import read_manifest
 from tiny import export_tiny, make_head
 
 LAYERS, V = 8, tiny.VOCAB_SIZE
-FP32 = tiny.profile(draft_precision="fp32")
+FP32 = tiny.profile(draft_precision="fp32", trees=True)
+STRICT: dict[str, Any] = {"tree": True, "strict": True}
 GUMBEL = {"temperature": 0.8, "seed": 7}
 TEXTS = ("the quick brown fox", "def mean(values)", "你好", "over the lazy dog")
 REJECTION = {"temperature": 0.8, "seed": 7, "coupling": "rejection"}
@@ -103,12 +104,12 @@ class Recording(EagleDrafter):
         return super()._pick(logits, position=position)
 
 
-def drafter_of(folder: Path, model: specrt.LanguageModel) -> Recording:
+def drafter_of(folder: Path, model: specrt.LanguageModel, *, tree: bool = False) -> Recording:
     manifest = read_manifest(folder)
     assert model.target.features is not None
     return Recording(
         open_head(folder, manifest.heads["eagle"], threads=1), features=model.target.features,
-        token_ids=np.load(folder / "eagle.tokens.npy"), vocab_size=V,
+        token_ids=np.load(folder / "eagle.tokens.npy"), vocab_size=V, tree=tree,
     )  # fmt: skip
 
 
@@ -146,14 +147,53 @@ def greedy(tokens: Sequence[int]) -> Sampler:
 
 @pytest.mark.parametrize("k", [1, 3, 5, 9, "auto"])
 @pytest.mark.parametrize("params", [{}, GUMBEL, REJECTION, {"repetition_penalty": 1.3}], ids=str)
-def test_the_text_is_that_of_plain_decoding(model: specrt.LanguageModel, params: dict[str, Any], k: Any) -> None:
+@pytest.mark.parametrize("shape", [{}, STRICT, {"tree": True}], ids=["chain", "strict tree", "tree"])
+def test_the_text_is_that_of_plain_decoding(
+    model: specrt.LanguageModel, shape: dict[str, Any], params: dict[str, Any], k: Any
+) -> None:
     for prompt in ([17], [5, 9], list(range(40, 110))):
         options = {"max_tokens": 40, "ignore_eos": True, "logprobs": 1, **params}
         plain = model.generate(prompt, k=0, **options)
-        result = model.generate(prompt, k=k, drafter="eagle", **options)
-        assert result.token_ids == plain.token_ids
-        assert result.logprobs == plain.logprobs
+        result = model.generate(prompt, k=k, drafter="eagle", **shape, **options)
+        assert result.token_ids == plain.token_ids, "no two tokens are near enough for a tree at fp32 here"
+        assert result.logprobs == plain.logprobs or shape == {"tree": True}
         assert result.stats.num_drafter_faults == 0
+
+
+def test_the_first_branch_is_the_chain_and_siblings_are_its_runners_up(model: specrt.LanguageModel) -> None:
+    chain, tree = drafter_of(model.folder, model), drafter_of(model.folder, model, tree=True)
+    branching = 0
+    for text in TEXTS:
+        tokens = chat(model, text)
+        model.target.rollback(0)
+        model.target.prefill(tokens[:-1])
+        chain.seen = []
+        for drafter in (chain, tree):
+            drafter.start(tokens, greedy(tokens))
+        guesses, found = chain.propose(tokens, 9).token_ids, tree.propose(tokens, 9)
+        if found.parents is None:
+            assert found.token_ids == guesses
+            continue
+        branching += 1
+        branch = [-1, *(n for n, parent in enumerate(found.parents) if parent == n - 1 and n < found.num_levels)]
+        assert found.token_ids[: len(branch) - 1] == guesses[: len(branch) - 1]
+        for level, node in enumerate(branch):
+            children = [token for token, parent in zip(found.token_ids, found.parents, strict=True) if parent == node]
+            best = chain._token_ids[np.argsort(-chain.seen[level], kind="stable")]
+            assert children == best[: len(children)].tolist()
+    assert branching > 2
+
+
+def test_a_tree_brings_more_than_a_chain_of_as_many_guesses(model: specrt.LanguageModel) -> None:
+    found = {}
+    for shape in (False, True):
+        runs = [
+            model.generate(chat(model, text), max_tokens=60, k=5, drafter="eagle", tree=shape, ignore_eos=True)
+            for text in TEXTS
+        ]
+        found[shape] = sum(result.stats.num_steps for result in runs)
+        assert all(result.stats.num_proposed <= 5 * result.stats.num_steps for result in runs)
+    assert found[True] < found[False]
 
 
 def chat(model: specrt.LanguageModel, text: str) -> list[int]:
@@ -233,15 +273,19 @@ def test_other_drafters_and_plain_steps_between_do_no_harm(model: specrt.Languag
     assert loop.stats.num_drafter_faults == 0
 
 
-def test_generation_to_exactly_the_capacity(model: specrt.LanguageModel) -> None:
+@pytest.mark.parametrize("shape", [{}, STRICT], ids=["chain", "tree"])
+def test_generation_to_exactly_the_capacity(model: specrt.LanguageModel, shape: dict[str, Any]) -> None:
     prompt = list(range(20, 120))
     plain = model.generate(prompt, k=0, ignore_eos=True)
-    result = model.generate(prompt, k=9, drafter="eagle", ignore_eos=True)
+    result = model.generate(prompt, k=9, drafter="eagle", ignore_eos=True, **shape)
     assert len(prompt) + len(plain.token_ids) == model.target.capacity
     assert (result.token_ids, result.stats.num_drafter_faults) == (plain.token_ids, 0)
 
 
-def test_a_failing_head_costs_no_request(model: specrt.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_failing_head_costs_no_request(
+    model: specrt.LanguageModel, monkeypatch: pytest.MonkeyPatch, tree: bool
+) -> None:
     plain = model.generate([5, 9], max_tokens=20, k=0, ignore_eos=True)
     calls = []
 
@@ -250,11 +294,11 @@ def test_a_failing_head_costs_no_request(model: specrt.LanguageModel, monkeypatc
         raise RuntimeError("no head")
 
     monkeypatch.setattr(OrtHead, "step", fail)
-    result = model.generate([5, 9], max_tokens=20, k=3, drafter="eagle", ignore_eos=True)
+    result = model.generate([5, 9], max_tokens=20, k=3, drafter="eagle", tree=tree, ignore_eos=True)
     assert (result.token_ids, result.stats.num_drafter_faults, len(calls)) == (plain.token_ids, 1, 1)
 
 
-@pytest.mark.parametrize("params", [{}, GUMBEL, REJECTION], ids=str)
+@pytest.mark.parametrize("params", [{}, GUMBEL, REJECTION, STRICT], ids=str)
 def test_a_combined_drafter_takes_the_head(model: specrt.LanguageModel, params: dict[str, Any]) -> None:
     options = {"max_tokens": 60, "ignore_eos": True, **params}
     plain = model.generate([5, 9, 40, 41], k=0, **options)

@@ -37,10 +37,13 @@ def resolve(tokenizer: Tokenizer) -> Any:
     return apply
 
 
-def speculation(options: Mapping[str, Any], *, default_k: int = 3, max_k: int = 15) -> Any:
+def speculation(
+    options: Mapping[str, Any], *, default_k: int = 3, max_k: int = 15, trees: tuple[str, ...] | None = ("model",)
+) -> Any:
     return resolve_speculation(
-        check_options(options), drafters={"ngram": default_k, "model": 2}, default="ngram", choice=None, max_k=max_k
-    )
+        check_options(options), drafters={"ngram": default_k, "model": 2}, default="ngram", choice=None, max_k=max_k,
+        trees=trees,
+    )  # fmt: skip
 
 
 def test_the_options_are_the_parameters_and_how_to_draft() -> None:
@@ -239,6 +242,19 @@ def test_speculation_defaults_come_from_the_artifact() -> None:
     assert speculation({"drafter": "none"}).k == 0
     assert speculation({}).suffix_cache is False
     assert speculation({"suffix_cache": True}).suffix_cache is True
+
+
+def test_trees_are_asked_for_where_there_are_some() -> None:
+    assert speculation({}).tree is False
+    assert speculation({"tree": True, "drafter": "model"}).tree is True
+    for plain in ({"drafter": "none"}, {"k": 0}, {"drafter": "model", "k": 0}):
+        assert speculation({"tree": True, **plain}, trees=None).tree is False
+    with pytest.raises(RequestError, match=r"^tree: expected the drafter model, found 'ngram'"):
+        speculation({"tree": True})
+    with pytest.raises(RequestError, match=r"^tree: the artifact takes chains only: export it with --trees"):
+        speculation({"tree": True, "drafter": "model"}, trees=None)
+    with pytest.raises(RequestError, match=r"^tree: expected True or False, found 1"):
+        speculation({"tree": 1})
 
 
 @pytest.mark.parametrize("value", [1, 0, "yes", []])

@@ -233,3 +233,52 @@ def test_a_row_of_which_the_best_tokens_are_known_gives_the_same_token(
         assert max(uses) == 0
     elif levels == 2:
         assert min(uses) > 0, "too many tie with the best"
+
+
+RANKED: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "greedy, penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.4},
+    "gumbel": {"temperature": 0.9},
+    "gumbel, filters": {"temperature": 1.3, "top_k": 5, "top_p": 0.9},
+    "gumbel, penalties": {"temperature": 0.7, "frequency_penalty": 0.8, "logit_bias": {3: 1.0}},
+}
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_ranked_tokens_are_what_pick_takes_once_those_before_are_gone(name: str) -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        row = (2 * rng.standard_normal(30)).astype(np.float32)
+        subject = sampler((1, 4, 4), size=30, seed=seed, **RANKED[name])
+        ids, scores = subject.rank(row, position=3)
+        assert len(set(ids.tolist())) == len(ids) == len(scores)
+        assert (np.diff(scores) <= 0).all()
+        assert ids[0] == subject.pick(row, position=3)
+        if "filters" in name:
+            continue  # which fill up again
+        for index in range(1, min(4, len(ids))):
+            row[ids[index - 1]] = -np.inf
+            assert ids[index] == subject.pick(row, position=3)
+
+
+def test_the_draw_of_rejection_has_no_part_in_a_ranking() -> None:
+    row = np.random.default_rng(1).standard_normal(30).astype(np.float32)
+    expected = np.argsort(-row, kind="stable")
+    for seed in range(5):
+        subject = sampler(size=30, seed=seed, temperature=0.8, coupling="rejection")
+        ids, _ = subject.rank(row, position=seed)
+        np.testing.assert_array_equal(ids, expected[: len(ids)])
+        assert subject.law(row).of(int(ids[0])) == max(subject.law(row).probs)
+
+
+def test_ties_are_ranked_by_the_lowest_id_and_far_tokens_are_left_out() -> None:
+    row = np.array([1.0, 3.0, 3.0, -9.0, 3.0, -np.inf], np.float32)
+    for params in ({}, {"temperature": 1.0, "coupling": "rejection"}):
+        ids, _ = sampler(**params).rank(row, position=1)
+        assert ids.tolist() == [1, 2, 4, 0]
+
+
+def test_nothing_is_ranked_where_no_token_is_left() -> None:
+    for params in ({}, {"temperature": 1.0}, {"temperature": 1.0, "coupling": "rejection"}):
+        with pytest.raises(RequestError, match="no token is left"):
+            sampler(**params).rank(np.full(6, -np.inf, np.float32), position=1)

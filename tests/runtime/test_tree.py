@@ -86,3 +86,42 @@ def test_acceptance_goes_down_the_tree_and_looks_at_no_other_row(
     verdict = accept(Proposal((10, 11, 12, 13, 14, 15), parents=PARENTS), rows, sampler, start=1)
     assert (verdict.path, verdict.num_accepted, verdict.next_token) == (path, len(path), next_token)
     assert sampler.history.tokens[1:] == [*(10 + node for node in path), next_token]
+
+
+def grow(seed: int, size: int) -> tuple[list[int], list[int], list[float]]:
+    """Return tokens, parents and chances of a tree that was guessed in any order, parents before children."""
+    rng, ids, parents, chances = np.random.default_rng(seed), list[int](), list[int](), list[float]()
+    for node in range(size):
+        parent = int(rng.integers(-1, node))
+        parents.append(parent)
+        ids.append(node + 100)
+        chances.append((chances[parent] if parent >= 0 else 1.0) * float(rng.uniform(0.1, 1.0)))
+    return ids, parents, chances
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+def test_guesses_become_a_proposal_with_the_best_branch_first(seed: int, count: int) -> None:
+    ids, parents, chances = grow(seed, 12)
+    nodes = sorted(range(12), key=lambda node: -chances[node])[:count]
+    found = Proposal.grown(ids, parents, chances, nodes=nodes)
+    above = found.parents or tuple(range(-1, count - 1))
+    tree.check_tree(found.token_ids, above)
+    assert sorted(found.token_ids) == sorted(ids[node] for node in nodes)
+    for token, parent in zip(found.token_ids, above, strict=True):
+        assert parents[token - 100] == (found.token_ids[parent] - 100 if parent >= 0 else -1)
+    branch, node = [], -1
+    while below := [child for child in nodes if parents[child] == node]:
+        node = max(below, key=chances.__getitem__)
+        branch.append(node)
+    assert [token - 100 for token in found.token_ids[: len(branch)]] == branch
+    rest = [token - 100 for token in found.token_ids[len(branch) :]]
+    assert rest == [node for node in nodes if node not in branch], "the others stay likeliest first"
+    assert found.confidence == pytest.approx(chances[branch[-1]] ** (1 / len(branch)))
+    assert (found.parents is None) == (len(branch) == count), "what does not branch is a chain"
+
+
+def test_levels_are_those_of_the_longest_path() -> None:
+    assert Proposal((1, 2, 3)).num_levels == 3
+    assert Proposal(tuple(range(6)), parents=PARENTS).num_levels == 3
+    assert Proposal().num_levels == 0
