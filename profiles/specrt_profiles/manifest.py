@@ -1,7 +1,7 @@
 """The manifest: what an artifact holds, and the checks that a folder really is that artifact."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -161,10 +161,10 @@ class Manifest:
         names = self.parts(drafter) or (drafter,)
         return any(name in self.drafters and self.drafters[name].kind == "eagle" for name in names)
 
-    def proposes_trees(self, drafter: str) -> bool:
-        """Tell whether a drafter, or a part of it, can guess several tokens for one place."""
-        known = self.all_drafters
-        return any(name in known and known[name].kind in BRANCHING for name in self.parts(drafter) or (drafter,))
+    def of_trees(self, drafters: Iterable[str]) -> list[str]:
+        """Return those drafters that can guess several tokens for one place, or that have a part that can."""
+        branching = {name for name, spec in self.all_drafters.items() if spec.kind in BRANCHING}
+        return [name for name in drafters if branching & {*(self.parts(name) or (name,))}]
 
     def default_k(self, drafter: str) -> int:
         """Return the k of a request that names none: the profile's for a draft model, else the most there is.

@@ -91,8 +91,7 @@ def bench(
     texts = load_prompts(prompts, limit=limit)
     with load(artifact, device=device, threads=threads) as model:
         drafters = given.pop("drafter", model.manifest.drafter_names)
-        trees = [name for name in drafters if model.manifest.proposes_trees(name)] or drafters
-        trees = trees if given.pop("tree", False) else []
+        trees = (model.manifest.of_trees(drafters) or drafters) if given.pop("tree", False) else []
         with options.progress(num_runs(len(texts), drafters, ks, repeats, trees)) as advance:
             rows = run_bench(
                 model, texts, drafters=drafters, ks=ks, repeats=repeats, options=given,

@@ -183,8 +183,10 @@ class LanguageModel:
         named = str(given.get("drafter") or (self.choice and self.choice.drafter) or default)
         names = (*manifest.drafter_names, *([named] if manifest.parts(named) else []))
         how = resolve_speculation(
+        how = resolve_speculation(
             given, drafters={name: manifest.default_k(name) for name in names}, default=default, choice=self.choice,
             max_k=self.max_k, trees=manifest.of_trees(names) if self.target.takes_trees else None,
+        )  # fmt: skip
         )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))

@@ -67,7 +67,7 @@ def resolve_speculation(
     if tree and trees is None:
         raise RequestError("tree: the artifact takes chains only: export it with --trees, or leave it out")
     if tree and drafter not in (trees or ()):
-        raise RequestError(f"tree: expected the drafter {' or '.join(trees or ())}, found {drafter!r}")
+        raise RequestError(f"tree: expected a drafter of trees ({', '.join(trees or ())}), found {drafter!r}")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
     ngram.check_sizes(max_ngram=longest, min_ngram=shortest)

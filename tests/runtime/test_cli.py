@@ -465,3 +465,14 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tiny_artifact: Path) -> N
         child.stdout.close()
         said = child.stderr.read().decode()
     assert "Traceback" not in said
+
+
+def test_bench_with_tree_measures_both_ways(trees_artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fox"}', "utf-8")
+    words = ("bench", trees_artifact, "--prompts", path, "--ks", "3", "--repeats", 1, "--max-tokens", 8, "--json")
+    settings = ["plain-1", "plain", "ngram k=3", "suffix k=3", "eagle k=3", "combined k=3"]
+    assert [row["setting"] for row in json.loads(run(*words).stdout)["rows"][:6]] == settings
+    both = [*settings[:4], "suffix tree k=3", "eagle k=3", "eagle tree k=3", "combined k=3", "combined tree k=3"]
+    rows = json.loads(run(*words, "--tree").stdout)["rows"]
+    assert [(row["setting"], row["tree"]) for row in rows[:9]] == [(name, "tree" in name) for name in both]

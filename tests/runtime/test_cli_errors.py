@@ -82,6 +82,7 @@ GENERATE: dict[str, tuple[list[str], str]] = {
     "k below": (["-k", "-1"], "k: expected 0 (plain) to 15"),
     "lookup long": (["--prompt-lookup-max", "33"], "expected 1 <= min <= max <= 32, found 1 and 33"),
     "lookup": (["--prompt-lookup-max", "0", "--drafter", "ngram"], "expected 1 <= min <= max"),
+    "tree": (["--tree", "--drafter", "suffix"], "tree: the artifact takes chains only: export it with --trees"),
     "threads": (["--threads", "0"], "0 is not in the range x>=1"),
     "option": (["--temprature", "1"], "--temperature"),
     "two prompts": (["another"], "unexpected extra argument"),
@@ -119,6 +120,7 @@ ELSEWHERE: dict[str, tuple[list[str], str]] = {
     "bench limit": (["bench", "{artifact}", "--limit", "0"], "0 is not in the range x>=1"),
     "bench drafter": (["bench", "{artifact}", "--drafter", "x", "--prompts", "{prompts}"], "drafter: the artifact has"),
     "bench long": (["bench", "{artifact}", "--limit", "1"], "the capacity is 128: shorten it"),
+    "bench tree": (["bench", "{artifact}", "--tree", "--prompts", "{prompts}"], "tree: the artifact takes chains only"),
     "bench engine context": (
         ["bench", "{artifact}", "--engine", "--context", "113"],
         "context: expected 0 to 112, the capacity less the widest",
@@ -253,3 +255,9 @@ def test_a_device_that_there_is_not_is_one_line(tiny_artifact: Path, command: li
 def test_calls_are_measured_on_the_cpu_only(tiny_artifact: Path) -> None:
     line = error_of(["bench", tiny_artifact, "--engine", "--device", "cuda:0"])
     assert "--device has no effect with --engine: leave it out" in line
+
+
+def test_trees_of_a_drafter_that_has_none_are_refused(trees_artifact: Path) -> None:
+    for words in (["generate", trees_artifact, "the fox"], ["bench", trees_artifact, "--limit", "1", "--raw"]):
+        says = "tree: expected a drafter of trees (suffix, eagle, combined), found 'ngram'"
+        assert says in error_of([*words, "--tree", "--drafter", "ngram"])

@@ -235,7 +235,7 @@ def test_the_loop_tells_the_controller_what_was_drafted_and_what_was_verified() 
 def test_a_tree_is_verified_whole_or_in_what_is_free() -> None:
     """By its levels: a wide tree of one level brings a token at most, however many guesses there are."""
     deep = Proposal(tuple(range(5)), confidence=0.9, parents=(-1, 0, 1, 2, 0))
-    wide = Proposal(tuple(range(5)), confidence=0.1, parents=(-1, -1, -1, -1, -1))
+    wide = Proposal(tuple(range(5)), confidence=0.6, parents=(-1, -1, -1, -1, -1))
     assert adaptive().keep(deep) == 5
     assert adaptive().keep(wide) == 1
     controller = AdaptiveController(CallCosts(CALL_S), first=5, max_step_s=CALL_S[4])

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 import pytest
 
+import specrt
 from parts import chi_square, chi_square_limit, run, toy_eagle
 from specrt.acceptance import Proposal
+from specrt.control import Step
 from specrt.drafters import Drafter
 from specrt.drafters.eagle import EagleDrafter
 from specrt.drafters.suffix import BRANCHES, LONGEST, OWN, Occurrences, SuffixCache, SuffixDrafter, estimate
@@ -241,3 +244,28 @@ def test_a_tree_looks_into_earlier_outputs_too() -> None:
     found = propose(drafter, [9, 1, 2, 3], 15)
     assert paths(found)[:2] == [(5,), (5, 7)]
     assert set(paths(found)) == {(5,), (6,), (5, 7), (6, 7)}
+
+
+@pytest.fixture(scope="module")
+def model(trees_artifact: FilePath, machine_cache: FilePath) -> Iterator[specrt.LanguageModel]:
+    with specrt.load(trees_artifact, cache_dir=machine_cache) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("k", [3, 9, "auto"])
+@pytest.mark.parametrize("drafter", ["suffix", "eagle", "combined"])
+def test_a_request_has_trees_if_it_asks_for_them(model: specrt.LanguageModel, drafter: str, k: Any) -> None:
+    prompt = [5, 9, 40, 5, 9, 41, 5, 9, 42, 5, 9]
+    for params in KINDS.values():
+        options: Any = {"max_tokens": 40, "ignore_eos": True, "drafter": drafter, "k": k, **params}
+        plain = model.generate(prompt, **{**options, "k": 0})
+        for tree in (False, True):
+            steps: list[Step] = []
+            with model.start(prompt, {**options, "tree": tree, "strict": True}, steps=steps) as stream:
+                ids = tuple(token.id for token in stream)
+                assert stream.result.logprobs == plain.logprobs
+            assert ids == plain.token_ids
+            assert stream.result.stats.num_drafter_faults == 0
+            branches = any(step.proposal.parents for step in steps)
+            assert branches <= tree
+            assert branches == tree or k == "auto" or drafter == "combined", "what does not pay is not guessed"

@@ -249,7 +249,7 @@ def test_trees_are_asked_for_where_there_are_some() -> None:
     assert speculation({"tree": True, "drafter": "model"}).tree is True
     for plain in ({"drafter": "none"}, {"k": 0}, {"drafter": "model", "k": 0}):
         assert speculation({"tree": True, **plain}, trees=None).tree is False
-    with pytest.raises(RequestError, match=r"^tree: expected the drafter model, found 'ngram'"):
+    with pytest.raises(RequestError, match=r"^tree: expected a drafter of trees \(model\), found 'ngram'"):
         speculation({"tree": True})
     with pytest.raises(RequestError, match=r"^tree: the artifact takes chains only: export it with --trees"):
         speculation({"tree": True, "drafter": "model"}, trees=None)
