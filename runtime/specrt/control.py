@@ -151,6 +151,7 @@ class AdaptiveController:
         self._classes: dict[float, tuple[float, float]] = {}  # confidence -> accepted, seen
         self._latest: float | None = None
         self._token_s = self._proposal_s = 0.0  # of drafting
+        self._levels_per_token = 1.0  # less for trees
         self._account = account or Account(costs)
         self._rest = self._rejected = 0
 
@@ -159,15 +160,16 @@ class AdaptiveController:
         """Whether a proposal of the drafter has been seen, so that its cost is known."""
         return self._latest is not None
 
-    def speed(self, k: int, confidence: float | None = None) -> float:
+    def speed(self, k: int, confidence: float | None = None, *, num_levels: int | None = None) -> float:
         """Return the tokens per second to expect of k guesses.
 
-        confidence: of a proposal that is there, whose cost is spent; None for one that is still to be drafted, which is
-        taken to be like the latest.
+        confidence, num_levels: of a proposal that is there, whose cost is spent; None for one that is still to be
+        drafted, which is taken to be like the latest.
         """
         drafting = k * self._token_s if confidence is None else 0.0
         rate = self.rate((self._latest or 0.0) if confidence is None else confidence)
-        return expected_tokens(rate, k) / (self._costs.of(k + 1) + drafting)
+        levels = k * self._levels_per_token if num_levels is None else num_levels
+        return expected_tokens(rate, levels) / (self._costs.of(k + 1) + drafting)
 
     def rate(self, confidence: float) -> float:
         """Return the share of guesses of this confidence to expect accepted where those before them are."""
@@ -191,7 +193,7 @@ class AdaptiveController:
             return most
         if self._rest:
             return 0
-        best = self._best(self.rate(self._latest), most, self._token_s)
+        best = self._best(self.rate(self._latest), most, self._token_s, self._levels_per_token)
         if best and self._may_risk():
             return best
         if not best:
@@ -222,6 +224,7 @@ class AdaptiveController:
         self._token_s = _follow(self._token_s, step.draft_s / step.num_drafted)
         self._proposal_s = _follow(self._proposal_s, step.draft_s)
         self._latest = step.proposal.confidence
+        self._levels_per_token = step.proposal.num_levels / verified
         accepted, seen = self._classes.get(self._latest, (0.0, 0.0))
         tried = step.num_accepted + (step.num_accepted < step.proposal.num_levels)
         self._classes[self._latest] = accepted * KEEP + step.num_accepted, seen * KEEP + tried
@@ -230,11 +233,11 @@ class AdaptiveController:
     def _may_risk(self) -> bool:
         return self._account.is_open and self._rejected < MAX_REJECTED
 
-    def _best(self, rate: float, most: int, draft_s: float) -> int:
+    def _best(self, rate: float, most: int, draft_s: float, levels_per_token: float = 1.0) -> int:
         sizes = {0, most, *(width - 1 for width in self._costs.widths if width <= most)}
         seconds = {k: self._costs.of(k + 1) + k * draft_s for k in sizes}
         allowed = [k for k in sizes if k == 0 or seconds[k] <= self._max_step_s]
-        return max(allowed, key=lambda k: (expected_tokens(rate, k) / seconds[k], k))
+        return max(allowed, key=lambda k: (expected_tokens(rate, k * levels_per_token) / seconds[k], k))
 
     def _within(self, most: int) -> int:
         """Return the largest k up to `most` whose call is short enough."""

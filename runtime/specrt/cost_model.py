@@ -56,8 +56,8 @@ def break_even_rate(block_efficiency: float, proposed: float) -> float:
     return (block_efficiency - 1) / proposed
 
 
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Return the mean tokens of a step whose k draft tokens are accepted with this probability each."""
+def expected_tokens(acceptance: float, k: float) -> float:
+    """Return the mean tokens of a step whose k draft tokens (or levels) are accepted with this probability each."""
     return k + 1.0 if acceptance == 1 else (1 - acceptance ** (k + 1)) / (1 - acceptance)
 
 

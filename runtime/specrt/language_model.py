@@ -183,10 +183,8 @@ class LanguageModel:
         named = str(given.get("drafter") or (self.choice and self.choice.drafter) or default)
         names = (*manifest.drafter_names, *([named] if manifest.parts(named) else []))
         how = resolve_speculation(
-        how = resolve_speculation(
             given, drafters={name: manifest.default_k(name) for name in names}, default=default, choice=self.choice,
             max_k=self.max_k, trees=manifest.of_trees(names) if self.target.takes_trees else None,
-        )  # fmt: skip
         )  # fmt: skip
         eos = () if params.ignore_eos else manifest.vocabulary.eos_token_ids
         end_ids = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
@@ -269,7 +267,8 @@ class LanguageModel:
         return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, reuse=reuse, tree=how.tree)
 
     def _facts(self) -> MachineFacts:
-        facts = self.machine.facts(lambda: measure_facts(self.target, self.manifest.target, self.folder, clock=self._clock))
+        spec = self.manifest.target
+        facts = self.machine.facts(lambda: measure_facts(self.target, spec, self.folder, clock=self._clock))
         if not facts.exact_widths:
             raise EngineError(
                 f"{self.folder}: on this machine rows of a call influence each other at every width: not lossless"

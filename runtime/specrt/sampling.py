@@ -140,7 +140,7 @@ class Sampler:
         return index if ids is None else int(ids[index])
 
     def rank(self, logits: Row, *, position: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the tokens that `pick` would take, the best first, and what ranks them: scores, with `gumbel` + noise.
+        """Return the tokens [m] that `pick` would take, best first, and what ranks them [m]: scores, `gumbel` + noise.
 
         Only tokens that come near the best. With coupling `rejection` the law alone ranks them: no one may know the
         draw.

@@ -15,9 +15,7 @@ from specrt_profiles.manifest import LOOKUP, Manifest
 class Speculation:
     """How a request drafts: the drafter by name, most tokens and seconds per proposal, where the drafters look.
 
-    tree: guesses may branch.
-
-    adaptive: k is where it begins, and from there on what pays within max_step_ms per step.
+    adaptive: k is where it begins, and from there on what pays within max_step_ms per step. tree: guesses may branch.
     """
 
     drafter: str
@@ -63,11 +61,6 @@ def resolve_speculation(
     max_step_ms = given.get("max_step_ms")
     if max_step_ms is not None and (asked != "auto" or not max_step_ms > 0):
         raise RequestError(f"max_step_ms: expected a number above 0, with k 'auto', found {max_step_ms}, k {asked!r}")
-    tree = bool(given.get("tree")) and k > 0 and drafter != "none"
-    if tree and trees is None:
-        raise RequestError("tree: the artifact takes chains only: export it with --trees, or leave it out")
-    if tree and drafter not in (trees or ()):
-        raise RequestError(f"tree: expected a drafter of trees ({', '.join(trees or ())}), found {drafter!r}")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
     ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
@@ -78,8 +71,19 @@ def resolve_speculation(
         drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
         prompt_lookup_max=longest, prompt_lookup_min=shortest, suffix_cache=given.get("suffix_cache", False),
         draft_budget_s=None if budget_ms is None else budget_ms / 1e3, strict=given.get("strict", False),
-        tree=tree,
+        tree=given.get("tree", False) and _can_branch(drafter, k, trees),
     )  # fmt: skip
+
+
+def _can_branch(drafter: str, k: int, trees: Collection[str] | None) -> bool:
+    """Tell whether there are any guesses; raises `RequestError` where they cannot branch."""
+    if k == 0 or drafter == "none":
+        return False
+    if trees is None:
+        raise RequestError("tree: the artifact takes chains only: export it with --trees, or leave it out")
+    if drafter not in trees:
+        raise RequestError(f"tree: expected a drafter of trees ({', '.join(trees)}), found {drafter!r}")
+    return True
 
 
 def check_repeatable(how: Speculation, given: Mapping[str, Any], *, combined: bool) -> None:

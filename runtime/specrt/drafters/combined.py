@@ -94,7 +94,10 @@ class CombinedController:
             return 0
         if not self._neural.is_measured:
             return 0 if lookup.token_ids and self._lookup.rate(lookup.confidence) >= SURE else k
-        return k if self._neural.speed(k) > self._lookup.speed(kept, lookup.confidence) else 0
+        return k if self._neural.speed(k) > self._lookup_speed(lookup, kept) else 0
+
+    def _lookup_speed(self, lookup: Proposal, kept: int) -> float:
+        return self._lookup.speed(kept, lookup.confidence, num_levels=lookup.first(kept).num_levels)
 
     def keep(self, proposal: Proposal) -> int:
         """Return how many of the first tokens pay."""
