@@ -255,12 +255,13 @@ def test_a_tree_whose_longest_path_is_accepted_has_no_rejected_level() -> None:
     assert rates[1] == pytest.approx(0.5, abs=0.01)
 
 
-def test_trees_to_come_are_taken_to_have_as_many_levels_as_the_latest() -> None:
-    flat = Proposal((1, 2, 3, 4, 5), confidence=0.5, parents=(-1, -1, -1, -1, -1))
-    controller = adaptive()
+@pytest.mark.parametrize("parents", [(-1, -1, -1, -1, -1), (-1, 0, -1, -1, -1)])
+def test_trees_to_come_are_taken_to_have_as_many_levels_as_the_latest(parents: tuple[int, ...]) -> None:
+    tree, controller, draft_s = Proposal((1, 2, 3, 4, 5), confidence=0.5, parents=parents), adaptive(), 0.5 * PLAIN_S
     for _ in range(30):
-        controller.learn(Step(proposal=flat, num_drafted=5, num_accepted=1, draft_s=0.5 * PLAIN_S, verify_s=CALL_S[6]))
-    assert controller.rate(0.5) > 0.85
-    assert controller.speed(5) == pytest.approx(2 / (CALL_S[6] + 0.5 * PLAIN_S), rel=0.1)
-    assert controller.speed(5, 0.5, num_levels=5) > 2 * controller.speed(5)
+        controller.learn(Step(proposal=tree, num_drafted=5, num_accepted=1, draft_s=draft_s, verify_s=CALL_S[6]))
+    rate, levels = controller.rate(0.5), tree.num_levels
+    tokens = 1 + sum(rate**level for level in range(1, levels + 1))
+    assert controller.speed(5) == pytest.approx(tokens / (CALL_S[6] + draft_s), rel=0.01)
+    assert controller.speed(5, 0.5, num_levels=levels) == pytest.approx(tokens / CALL_S[6], rel=0.01)
     assert controller.limit(MOST) < 9
