@@ -75,7 +75,9 @@ def parse_object(_ctx: click.Context, _param: click.Parameter, value: str | None
 
 
 _COUPLING = click.Choice(["gumbel", "rejection"])
-_DRAFTER = click.option("--drafter", help="ngram, suffix, model, eagle, combined or none.  [default: the artifact's]")
+_DRAFTER = click.option(
+    "--drafter", help="ngram, suffix, model, eagle, medusa, combined or none.  [default: the artifact's]"
+)
 _SETTINGS = (
     click.option(
         "-k", "--num-speculative-tokens", "k", metavar="K", callback=parse_k,

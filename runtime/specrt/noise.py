@@ -6,6 +6,7 @@ proposals use nothing up, and no two purposes ever share a number.
 """
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.random import Philox
@@ -78,6 +79,30 @@ def gumbel_argmax(scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bi
         ids = np.union1d(near, far)
         scores = scores[ids]
     return int(ids[np.argmax(scores + gumbel(bits[ids]))])
+
+
+def gumbel_best(
+    scores: NDArray[np.float64], ids: NDArray[np.int64] | None, bits: NDArray[np.uint64], *, count: int
+) -> list[int]:
+    """Return the `count` tokens with the largest score + noise, falling; the first is that of `gumbel_argmax`.
+
+    Fewer where fewer have a finite score. Arguments as there.
+    """
+    known = np.flatnonzero(scores > -np.inf)
+    tokens = known if ids is None else ids[known]
+    found: list[int] = tokens[largest(scores[known] + gumbel(bits[tokens]), count)].tolist()
+    return found
+
+
+def largest(values: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """Return the indices of the `count` largest finite values [m], falling, the lowest first on ties."""
+    known = np.flatnonzero(values > -np.inf)
+    kept = values[known]
+    if count < len(kept):
+        limit = np.partition(kept, -count)[-count]
+        known, kept = known[kept >= limit], kept[kept >= limit]
+    found: NDArray[np.int64] = known[np.argsort(-kept, kind="stable")[:count]]
+    return found
 
 
 def inverse_cdf(weights: NDArray[np.float64], u: float) -> int:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specrt import processors
 from specrt.acceptance import Chooser, Law
 from specrt.errors import RequestError
-from specrt.noise import Noise, Purpose, gumbel_argmax, inverse_cdf
+from specrt.noise import Noise, Purpose, gumbel_argmax, gumbel_best, inverse_cdf, largest
 from specrt.processors import History
 from specrt.rows import Row, top_of
 
@@ -138,6 +138,20 @@ class Sampler:
             return gumbel_argmax(scores, ids, self._noise.row(position))
         index = self.chooser.token(np.exp(scores), position=position)
         return index if ids is None else int(ids[index])
+
+    def best(self, logits: NDArray[np.float32], *, position: int, count: int) -> list[int]:
+        """Return the tokens that `pick` would prefer, the best first: `count`, or fewer where no more can be chosen.
+
+        With coupling `rejection` they are the most probable ones, in which chance has no part.
+        """
+        if self.params.temperature == 0:
+            found: list[int] = largest(self._adjusted(logits) if self._adjusts else logits, count).tolist()
+            return found
+        ids, scores = self._scores(logits)
+        if self.params.coupling == "gumbel":
+            return gumbel_best(scores, ids, self._noise.row(position), count=count)
+        found = largest(scores, count).tolist()
+        return found if ids is None else ids[found].tolist()
 
     def law(self, logits: Row) -> Law:
         """Return the law that a row of logits [V] stands for; all mass on one token at temperature 0."""

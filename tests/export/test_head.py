@@ -16,7 +16,8 @@ import tiny
 from specrt_export.cli import export_command
 from specrt_export.distill.head import Layout
 from specrt_export.errors import ExportError
-from specrt_export.head_file import read_head, token_ids
+from specrt_export.head_file import read_head
+from specrt_export.head_tensors import token_ids
 from specrt_export.shared import stored
 from specrt_profiles.manifest import read_manifest
 from tiny import export_tiny, make_head

@@ -68,7 +68,7 @@ class EagleDrafter:
             self._sampler.push(token)
             logits = head.step(token)
         head.rollback(end)
-        return Proposal(tuple(guesses), confidence=_class(probability ** (1 / len(guesses))))
+        return Proposal(tuple(guesses), confidence=confidence_class(probability ** (1 / len(guesses))))
 
     def _pick(self, logits: NDArray[np.float32], *, position: int) -> int:
         sampler = self._sampler
@@ -79,6 +79,6 @@ class EagleDrafter:
         return sampler.pick(self._row, position=position)
 
 
-def _class(probability: float) -> float:
-    """Return the middle of the class that a probability belongs to."""
+def confidence_class(probability: float) -> float:
+    """Return the middle of the class that a head's probability belongs to, for `Proposal.confidence`."""
     return (min(int(probability * _CLASSES), _CLASSES - 1) + 0.5) / _CLASSES
