@@ -142,10 +142,13 @@ class Sampler:
     def best(self, logits: NDArray[np.float32], *, position: int, count: int) -> list[int]:
         """Return the tokens that `pick` would prefer, the best first: `count`, or fewer where no more can be chosen.
 
-        With coupling `rejection` they are the most probable ones, in which chance has no part.
+        With coupling `rejection` they are the most probable ones, in which chance has no part. Raises `RequestError`
+        where none is left, as `pick` does.
         """
         if self.params.temperature == 0:
-            found: list[int] = largest(self._adjusted(logits) if self._adjusts else logits, count).tolist()
+            row = self._adjusted(logits) if self._adjusts else logits
+            _check_peak(float(row.max()))
+            found: list[int] = largest(row, count).tolist()
             return found
         ids, scores = self._scores(logits)
         if self.params.coupling == "gumbel":

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parts import chi_square, chi_square_limit
-from specrt.noise import Noise, Purpose, gumbel, gumbel_argmax
+from specrt.noise import Noise, Purpose, gumbel, gumbel_argmax, gumbel_best, largest
 
 
 def test_bits_are_those_of_every_release() -> None:
@@ -58,6 +58,9 @@ def test_looking_at_few_tokens_gives_the_full_argmax(spread: float) -> None:
         bits = Noise(0, 0, vocab_size=size).row(position)
         full = int(np.argmax(scores + gumbel(bits)))
         assert gumbel_argmax(scores, None, bits) == full
+        ordered = np.argsort(-(scores + gumbel(bits)), kind="stable").tolist()
+        assert gumbel_best(scores, None, bits, count=7) == ordered[:7]
+        assert gumbel_best(scores, np.arange(size), bits, count=1) == [full]
         assert gumbel_argmax(scores, np.arange(size), bits) == full
 
 
@@ -71,3 +74,11 @@ def test_ties_go_to_the_lowest_id() -> None:
     bits = np.full(4, 12345, np.uint64)
     assert gumbel_argmax(np.array([-1.0, 0.0, 0.0, -2.0]), None, bits) == 1
     assert gumbel_argmax(np.array([0.0, 0.0]), np.array([5, 9]), np.full(10, 7, np.uint64)) == 5
+    assert gumbel_best(np.array([-1.0, 0.0, 0.0, -2.0]), None, bits, count=3) == [1, 2, 0]
+
+
+def test_the_largest_values_are_finite_and_in_order() -> None:
+    values = np.array([1.0, -np.inf, 3.0, 1.0, 3.0, 0.0, -np.inf])
+    for count, wanted in ((1, [2]), (2, [2, 4]), (3, [2, 4, 0]), (5, [2, 4, 0, 3, 5]), (9, [2, 4, 0, 3, 5])):
+        assert largest(values, count).tolist() == wanted
+    assert largest(np.full(3, -np.inf), 2).tolist() == []

@@ -57,8 +57,6 @@ class MedusaDrafter:
                 places[node] = len(ids)
                 ids.append(guesses[node[-1]])
                 parents.append(places[node[:-1]])
-        if not ids:
-            return Proposal()
         is_chain = parents == list(range(-1, len(ids) - 1))
         probability = self._heads.confidence[: max(map(len, places))].prod(dtype=np.float64)
         confidence = confidence_class(float(probability) ** (1 / max(map(len, places))))
@@ -74,7 +72,5 @@ class MedusaDrafter:
             count = 1 + max(node[depth] for node in nodes if len(node) > depth)
             self._row[self._token_ids] = logits[depth]
             found.append(sampler.best(self._row, position=position + depth, count=count))
-            if not found[-1]:
-                break
             sampler.push(found[-1][0])
-        return found + [[]] * (len(logits) - len(found))
+        return found
