@@ -2,8 +2,10 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -242,6 +244,18 @@ def make_head(source: Path, path: Path, layout: str, *, d2t: bool = True, own_ma
         tensors["lm_head.weight"] = model.get_output_embeddings().weight.data[ids].clone()
     save_file(tensors, path)
     return path
+
+
+def drop(name: str) -> Callable[[dict[str, Any]], None]:
+    """Return what leaves a tensor out of a head."""
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def put(name: str, shape: tuple[int, ...]) -> Callable[[dict[str, Any]], None]:
+    """Return what puts zeros in the place of a tensor of a head."""
+    import torch
+
+    return lambda tensors: tensors.__setitem__(name, torch.zeros(shape))
 
 
 def make_medusa(
