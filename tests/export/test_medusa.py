@@ -1,7 +1,9 @@
 """Medusa heads as files, as graphs and as trees: both published layouts, what is refused, the best tree."""
 
+import io
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,26 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from specrt.engine import open_parallel_heads
-from specrt_export.distill.card import MedusaCard
+from specrt_export.dialect_ort import OrtDialect
+from specrt_export.distill.card import MedusaCard, fingerprint_of
 from specrt_export.errors import ExportError
+from specrt_export.head_engine import build_head, parts_of
 from specrt_export.head_file import read_head
+from specrt_export.heads import prepare_head
 from specrt_export.medusa_engine import heads_module
 from specrt_export.medusa_file import MedusaFile
 from specrt_export.medusa_tree import best_tree, expected_accepted, published_tree
+from specrt_export.progress import Progress
+from specrt_export.shared import stored
+from specrt_export.weights import Chosen
 from specrt_profiles.drafter import DrafterSpec
-from specrt_profiles.manifest import read_manifest
+from specrt_profiles.manifest import EngineSpec, read_manifest
+from specrt_profiles.tensors import DecoderDims
 from tiny import drop, export_tiny, make_head, make_medusa, put
 
 V, H = tiny.VOCAB_SIZE, 64
-FP32 = tiny.profile(draft_precision="fp32")
+DIMS = DecoderDims(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=H, vocab_size=V)
+RANKS = [[0.5, 0.2], [0.4, 0.3], [0.1, 0.1]]
 EVEN = list(range(0, V, 2))
 LAYOUTS: dict[str, dict[str, Any]] = {
     "the paper's": {},
@@ -78,21 +88,53 @@ def published(path: Path, feature: np.ndarray, matrix: np.ndarray, layout: dict[
     return np.stack(found)
 
 
+@pytest.fixture(scope="module")
+def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of a target that takes trees, with heads whose card tells how good they are."""
+    folder = tmp_path_factory.mktemp("exported")
+    path = make_medusa(source, folder / "head.safetensors")
+    weights = fingerprint_of(transformers.AutoModelForCausalLM.from_pretrained(source))
+    target = {"name": "tiny", "vocabulary": "0" * 64, "weights": weights}
+    path.with_suffix(".json").write_text(card(target=target), "utf-8")
+    profile = tiny.profile(draft_precision="fp32", trees=True)
+    return export_tiny(source, folder / "out", draft=None, head=path, profile=profile)
+
+
+class Build:
+    """Builds heads beside the target of an artifact."""
+
+    def __init__(self, source: Path, artifact: Path, config: Any) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+        rng = np.random.default_rng(0)
+        texts = [rng.integers(0, V, length).tolist() for length in (20, 31)]
+        self.parts = parts_of(model, (), texts, Chosen())
+        self._artifact, self._config = artifact, config
+
+    def __call__(self, path: Path, precision: Any = "fp32", **changes: Any) -> tuple[Path, EngineSpec]:
+        profile = tiny.profile(draft_precision=precision, **changes)
+        request = prepare_head(path, self._config, DIMS, profile, OrtDialect(profile))
+        for name in ("target.onnx", "target.onnx.data"):
+            shutil.copy(self._artifact / name, path.parent)
+        spec, files = build_head(request, self.parts, path.parent, Progress(stream=io.StringIO()))
+        assert files.keys() == {"medusa.onnx", "medusa.onnx.data"}
+        return path.parent, spec
+
+
+@pytest.fixture(scope="module")
+def build(source: Path, exported: Path, config: Any) -> Build:
+    return Build(source, exported, config)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_exported_heads_compute_what_was_published(source: Path, matrix: np.ndarray, name: str, tmp_path: Path) -> None:
+def test_exported_heads_compute_what_was_published(
+    source: Path, matrix: np.ndarray, build: Build, name: str, tmp_path: Path
+) -> None:
     layout = LAYOUTS[name]
     path = make_medusa(source, tmp_path / "head.safetensors", **layout)
-    artifact = export_tiny(source, tmp_path / "out", draft=None, head=path, profile=FP32)
-    manifest = read_manifest(artifact)
+    folder, spec = build(path)
     few = bool(layout.get("d2t"))
-    assert manifest.drafters == {
-        "medusa": DrafterSpec(
-            kind="medusa", engine="medusa", vocabulary=manifest.vocabulary.fingerprint, tokens="medusa.tokens.npy"
-        )
-    }
-    assert manifest.default_drafter == "combined"
-    assert np.load(artifact / "medusa.tokens.npy").tolist() == (EVEN if few else list(range(V)))
-    heads = open_parallel_heads(artifact, manifest.heads["medusa"], threads=1)
+    assert np.load(folder / "medusa.tokens.npy").tolist() == (EVEN if few else list(range(V)))
+    heads = open_parallel_heads(folder, spec, threads=1)
     assert (heads.num_heads, heads.vocab_size) == (3, len(EVEN) if few else V)
     rng = np.random.default_rng(0)
     for _ in range(3):
@@ -105,13 +147,49 @@ def test_exported_heads_compute_what_was_published(source: Path, matrix: np.ndar
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp16"])
-def test_heads_at_other_precisions_agree_with_their_source(source: Path, precision: str, tmp_path: Path) -> None:
-    path = make_medusa(source, tmp_path / "head.safetensors", matrices=0)
-    profile = tiny.profile(draft_precision=precision)
-    manifest = read_manifest(export_tiny(source, tmp_path / "out", draft=None, head=path, profile=profile))
-    assert manifest.heads["medusa"].precision == precision
-    assert manifest.heads["medusa"].parity.top1_agreement > 0.9
-    assert manifest.heads["medusa"].model.architecture == "Medusa"
+def test_heads_at_other_precisions_agree_with_their_source(
+    source: Path, build: Build, precision: str, tmp_path: Path
+) -> None:
+    _, spec = build(make_medusa(source, tmp_path / "head.safetensors", matrices=0), precision)
+    assert (spec.precision, spec.model.architecture, spec.vocab_size) == (precision, "Medusa", V)
+    assert spec.parity.top1_agreement > 0.9
+
+
+def test_a_call_of_heads_allocates_nothing(source: Path, build: Build, tmp_path: Path) -> None:
+    folder, spec = build(make_medusa(source, tmp_path / "head.safetensors", matrices=0))
+    heads = open_parallel_heads(folder, spec, threads=1)
+    first = heads.guess(np.zeros(H, np.float32))
+    kept = first.copy()
+    second = heads.guess(np.ones(H, np.float32))
+    assert np.shares_memory(first, second)
+    assert not np.array_equal(second, kept)
+
+
+def test_an_output_matrix_that_the_target_stores_is_not_stored_again(
+    source: Path, config: Any, build: Build, tmp_path: Path
+) -> None:
+    """Both are 98 kB in fp32; heads' own blocks are half of that."""
+    folder, _ = build(make_medusa(source, tmp_path / "head.safetensors", matrices=0))
+    shared = [tensor for tensor in stored(folder / "medusa.onnx") if str(tensor.location) == "target.onnx.data"]
+    assert [sorted(tensor.shape.numpy()) for tensor in shared] == [[H, V]]
+
+
+def test_the_manifest_describes_the_heads(exported: Path) -> None:
+    manifest = read_manifest(exported)
+    assert manifest.default_drafter == "combined"
+    assert manifest.drafters == {
+        "medusa": DrafterSpec(
+            kind="medusa", engine="medusa", vocabulary=manifest.vocabulary.fingerprint, tokens="medusa.tokens.npy",
+            tree=best_tree(RANKS, size=15),
+        )
+    }  # fmt: skip
+    head = manifest.heads["medusa"]
+    assert [tensor.name for tensor in head.inputs] == ["features"]
+    assert [(tensor.name, tensor.shape) for tensor in head.outputs] == [
+        ("logits", (1, 3, V)), ("confidence", (1, 3)),
+    ]  # fmt: skip
+    assert head.parity.max_abs_diff < 1e-3
+    assert "tree_mask" in {tensor.name for tensor in manifest.target.inputs}
 
 
 def test_a_token_map_picks_rows_of_whole_matrices(source: Path, config: Any, tmp_path: Path) -> None:
@@ -181,7 +259,7 @@ def card(**changes: Any) -> str:
         "layout": "medusa", "target": {"name": "another", "vocabulary": "0" * 64, "weights": "0" * 64}, "heads": 3,
         "blocks": 1, "vocabulary_size": V, "coverage": 0.9, "tokens": 1, "updates": 1, "planned_updates": 1,
         "loss": 1.0, "agreement": [0.5], "block_efficiency": 1.5, "command": "", "tools": {},
-        "ranks": [[0.5, 0.2], [0.4, 0.3], [0.1, 0.1]],
+        "ranks": RANKS,
         "training": {
             "epochs": 1, "batch": 1, "steps": 5, "chains": 0.25, "learning_rate": 0.1, "weight_decay": 0.1,
             "warmup": 1, "regression": 1.0, "decay": 0.8, "averaging": 0.9, "seed": 0,
@@ -224,20 +302,15 @@ def test_cards_and_heads_of_different_kinds_do_not_go_together(config: Any, sour
         read_head(medusa, config, vocab_size=V)
 
 
-def test_targets_that_take_trees_get_one(source: Path, tmp_path: Path) -> None:
-    from specrt_export.distill.card import fingerprint_of
-
+def test_only_targets_that_take_trees_get_one(source: Path, config: Any, tmp_path: Path) -> None:
     path = make_medusa(source, tmp_path / "head.safetensors")
-    trees = tiny.profile(draft_precision="fp32", trees=True)
-    manifest = read_manifest(export_tiny(source, tmp_path / "published", draft=None, head=path, profile=trees))
-    assert manifest.drafters["medusa"].tree == published_tree(num_heads=3, size=15)
-    weights = fingerprint_of(transformers.AutoModelForCausalLM.from_pretrained(source))
-    own = {"name": "tiny", "vocabulary": "0" * 64, "weights": weights}
-    path.with_suffix(".json").write_text(card(target=own), "utf-8")
-    manifest = read_manifest(export_tiny(source, tmp_path / "measured", draft=None, head=path, profile=trees))
-    ranks = [[0.5, 0.2], [0.4, 0.3], [0.1, 0.1]]
-    assert manifest.drafters["medusa"].tree == best_tree(ranks, size=15)
-    assert "tree_mask" not in {tensor.name for tensor in manifest.heads["medusa"].inputs}
+    for changes, wanted in (
+        ({}, None),
+        ({"trees": True}, published_tree(num_heads=3, size=15)),
+        ({"trees": True, "verify_widths": (2, 4)}, published_tree(num_heads=3, size=3)),
+    ):
+        profile = tiny.profile(**changes)
+        assert prepare_head(path, config, DIMS, profile, OrtDialect(profile)).tree == wanted
 
 
 def test_the_published_tree() -> None:
