@@ -17,6 +17,7 @@ PROMPT = "def mean(values):"
 LENGTH = 24
 KS = (1, 3, 8, 15)
 DRAFTERS = ("ngram", "suffix", "model", "combined", "ngram+model")
+HEADED = ("medusa", "ngram+medusa")
 NEURAL = ("model", "combined", "ngram+model")
 EOS = 0
 
@@ -59,6 +60,13 @@ def model(tiny_artifact: Path, machine_cache: Path) -> Iterator[LanguageModel]:
 
 
 @pytest.fixture(scope="module")
+def headed(medusa_artifact: Path, machine_cache: Path) -> Iterator[LanguageModel]:
+    """The tiny model with heads, and trees of their guesses."""
+    with specrt.load(medusa_artifact, cache_dir=machine_cache) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
 def twins(
     tiny_artifact: Path, machine_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LanguageModel]:
@@ -78,12 +86,14 @@ def shown(result: Result) -> tuple[Any, ...]:
     return result.text, result.token_ids, result.finish_reason, result.logprobs
 
 
-def check_statistics(stats: Statistics, num_tokens: int, k: int) -> None:
+def check_statistics(stats: Statistics, num_tokens: int, k: int, *, chains: bool) -> None:
     assert stats.num_tokens == num_tokens
     assert 0 <= stats.num_accepted <= stats.num_proposed <= k * stats.num_steps
     assert sum(stats.proposed_by_position) == stats.num_proposed
     assert sum(stats.accepted_by_position) == stats.num_accepted
-    assert sorted(stats.proposed_by_position, reverse=True) == stats.proposed_by_position
+    assert sorted(stats.accepted_by_position, reverse=True) == stats.accepted_by_position
+    if chains:
+        assert sorted(stats.proposed_by_position, reverse=True) == stats.proposed_by_position
     assert all(a <= b for a, b in zip(stats.accepted_by_position, stats.proposed_by_position, strict=True))
     assert stats.num_tokens <= stats.num_accepted + stats.num_steps
     assert stats.num_drafter_faults == 0
@@ -96,9 +106,18 @@ def test_every_parameter_has_a_case() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("name", CASES)
-def test_a_parameter_works_the_same_with_every_drafter(model: LanguageModel, name: str, temperature: float) -> None:
+def test_a_parameter_works_the_same_with_every_drafter(
+    model: LanguageModel, headed: LanguageModel, name: str, temperature: float
+) -> None:
+    check_parameter(model, DRAFTERS, name, temperature)
+    check_parameter(headed, HEADED, name, temperature, strict=True)
+
+
+def check_parameter(
+    model: LanguageModel, drafters: Sequence[str], name: str, temperature: float, *, strict: bool = False
+) -> None:
     case = CASES[name]
-    common: dict[str, Any] = {"temperature": temperature, "seed": 1, "max_tokens": LENGTH}
+    common: dict[str, Any] = {"temperature": temperature, "seed": 1, "max_tokens": LENGTH, "strict": strict}
     bare = model.generate(PROMPT, k=0, **common)
     common |= case.within(bare)
     options = common | {name: case.value(bare)}
@@ -107,10 +126,10 @@ def test_a_parameter_works_the_same_with_every_drafter(model: LanguageModel, nam
         assert shown(without) != shown(plain), "the parameter does nothing"
     else:
         assert shown(without) == shown(plain)
-    for drafter in DRAFTERS:
+    for drafter in drafters:
         for k in KS:
             result = model.generate(PROMPT, k=k, drafter=drafter, **options)
-            check_statistics(result.stats, len(result.token_ids), k)
+            check_statistics(result.stats, len(result.token_ids), k, chains=not strict)
             sampled = result.params.coupling == "rejection" and result.params.temperature > 0
             if drafter in NEURAL and sampled:
                 again = model.generate(PROMPT, k=k, drafter=drafter, **options)
@@ -120,9 +139,12 @@ def test_a_parameter_works_the_same_with_every_drafter(model: LanguageModel, nam
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.05}, {"temperature": 0.05, "coupling": "rejection"}])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_speculation_does_happen(model: LanguageModel, drafter: str, options: dict[str, Any]) -> None:
-    stats = model.generate(PROMPT * 3, k=3, drafter=drafter, seed=1, max_tokens=40, ignore_eos=True, **options).stats
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *HEADED])
+def test_speculation_does_happen(
+    model: LanguageModel, headed: LanguageModel, drafter: str, options: dict[str, Any]
+) -> None:
+    loaded = headed if drafter in HEADED else model
+    stats = loaded.generate(PROMPT * 3, k=3, drafter=drafter, seed=1, max_tokens=40, ignore_eos=True, **options).stats
     assert stats.drafter == drafter
     assert stats.num_proposed > 0
     assert stats.num_accepted > 0
