@@ -292,6 +292,15 @@ def test_parallel_heads_with_few_tokens_to_guess(params: dict[str, Any]) -> None
         drafter.propose(tokens, 15)
 
 
+def test_what_looks_at_earlier_tokens_sees_the_best_guesses_of_parallel_heads() -> None:
+    for seed in range(10):
+        tokens = [seed % V, 1]
+        drafter, sampler = medusa(V), make_sampler(tokens, presence_penalty=50.0)
+        drafter.start(tokens, sampler)
+        guesses = drafter.propose(tokens, 4).token_ids
+        assert len(set(guesses)) == 4
+
+
 def test_parallel_heads_say_nothing_after_one_token_or_without_room() -> None:
     drafter = medusa(V)
     drafter.start([2], make_sampler([2]))
