@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from specrt_export.distill.card import MedusaCard
 from specrt_export.errors import ExportError
 from specrt_export.head_tensors import HeadFile, take, token_ids
 
@@ -58,7 +58,7 @@ def is_medusa(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def read_medusa(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, hidden_size: int, vocab_size: int, card: Any
+    path: Path, tensors: Mapping[str, torch.Tensor], *, hidden_size: int, vocab_size: int, card: MedusaCard | None
 ) -> MedusaFile:
     """Return the heads of a file's tensors, as many as config.json beside it says; raises `ExportError`."""
     tensors = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}

@@ -15,11 +15,14 @@ import specrt
 import tiny
 from parts import run
 from specrt.acceptance import Proposal
+from specrt.bench import run_bench
 from specrt.drafters.medusa import MedusaDrafter
 from specrt.engine import open_engine, open_parallel_heads
 from specrt.engine_ort_parallel import OrtParallelHeads
 from specrt.errors import EngineError, ManifestError, RequestError
+from specrt.prompts import BenchPrompt
 from specrt.sampling import Sampler, SamplingParams
+from specrt.trace import run_trace
 from specrt_export.distill.call import DistillRequest
 from specrt_export.distill.run import distill
 from specrt_export.distill.train import TrainingPlan
@@ -268,6 +271,19 @@ def test_plain_steps_between_do_no_harm(model: specrt.LanguageModel) -> None:
     assert ids == plain
     assert loop.stats.num_accepted > 0
     assert loop.stats.num_drafter_faults == 0
+
+
+def test_traces_and_benchmarks_take_the_heads(model: specrt.LanguageModel) -> None:
+    trace = run_trace(model, [5, 9, 40], {"max_tokens": 20, "ignore_eos": True, "drafter": "medusa", "k": 5})
+    stats = trace.result.stats
+    assert sum(len(step.proposed) for step in trace.steps) >= stats.num_proposed > 0
+    assert sum(step.origins.count("accepted") for step in trace.steps) == stats.num_accepted
+    prompts = [BenchPrompt("all", "the quick brown")]
+    rows = run_bench(
+        model, prompts, ks=[3], drafters=["medusa"], repeats=1, options={"max_tokens": 20, "ignore_eos": True},
+        chat=False, on_run=lambda: None,
+    )  # fmt: skip
+    assert [(row.drafter, row.num_tokens) for row in rows if row.k == 3] == [("medusa", 20)]
 
 
 def test_what_cannot_be_done_is_said(model: specrt.LanguageModel) -> None:

@@ -58,9 +58,12 @@ class MedusaDrafter:
                 ids.append(guesses[node[-1]])
                 parents.append(places[node[:-1]])
         is_chain = parents == list(range(-1, len(ids) - 1))
-        probability = self._heads.confidence[: max(map(len, places))].prod(dtype=np.float64)
-        confidence = confidence_class(float(probability) ** (1 / max(map(len, places))))
-        return Proposal(tuple(ids), parents=None if is_chain else tuple(parents), confidence=confidence)
+        depth = max(map(len, places))
+        probability = float(self._heads.confidence[:depth].prod(dtype=np.float64))
+        return Proposal(
+            tuple(ids), parents=None if is_chain else tuple(parents),
+            confidence=confidence_class(probability ** (1 / depth)),
+        )  # fmt: skip
 
     def _ranked(
         self, logits: NDArray[np.float32], nodes: Sequence[tuple[int, ...]], *, position: int
