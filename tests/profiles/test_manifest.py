@@ -468,7 +468,8 @@ def test_what_the_drafter_of_a_head_needs(artifact: Path, kind: DrafterKind) -> 
         (replace(good, tree=((0,), (-1,))), "found [-1]"),
         (replace(good, tree=((),)), "found []"),
     ):
-        write_manifest(artifact, replace(manifest, heads={"head": engine("target")}, drafters={kind: drafter}))
+        heads, drafters = {"head": engine("target")}, {kind: drafter}
+        write_manifest(artifact, replace(manifest, heads=heads, drafters=drafters, default_drafter="none"))
         if text is None:
             assert read_manifest(artifact).drafters[kind] == drafter
         else:
