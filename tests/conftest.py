@@ -64,6 +64,15 @@ def trees_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
+def medusa_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That Llama as an artifact that takes trees, with Medusa heads that are right now and then."""
+    folder = tmp_path_factory.mktemp("medusa")
+    head = tiny.make_medusa(tiny_source, folder / "head.safetensors", matrices=0, scale=0.02)
+    profile = tiny.profile(draft_precision="fp32", trees=True)
+    return export_tiny(tiny_source, folder / "tiny", draft=None, head=head, profile=profile)
+
+
+@pytest.fixture(scope="session")
 def tensorrt_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That Llama in the TensorRT dialect at fp32, with itself as draft."""
     profile = tiny.profile(dialect="tensorrt", draft_precision="fp32")

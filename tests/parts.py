@@ -11,12 +11,36 @@ from specrt.acceptance import Proposal
 from specrt.control import Controller, FixedController
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.eagle import EagleDrafter
+from specrt.drafters.medusa import MedusaDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.loop import Loop, Token
 from specrt.prefix_cache import Reuse
 from specrt.sampling import Sampler, SamplingParams
 from specrt.stops import StopRules
-from toy import ToyHead
+from toy import ToyHead, ToyParallelHeads
+
+TREE = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,), (0, 0, 1), (1, 1), (0, 0, 0, 0), (0, 1, 0))
+
+
+class ToyMedusaDrafter(MedusaDrafter):
+    """The drafter of toy heads, which are told the text."""
+
+    def __init__(self, heads: ToyParallelHeads, *, vocab_size: int, tree: Any = None) -> None:
+        self.toy = heads
+        features, ids = np.arange(200.0, dtype=np.float32)[:, None], np.array(heads.token_ids)
+        super().__init__(heads, features=features, token_ids=ids, vocab_size=vocab_size, tree=tree)
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Proposal:
+        self.toy.tokens = list(tokens)
+        return super().propose(tokens, limit)
+
+
+def medusa(
+    vocab_size: int, *, tree: Any = None, salt: int = 0, ids: Sequence[int] | None = None, num_heads: int = 4
+) -> ToyMedusaDrafter:
+    """Return the drafter of toy heads: a chain, or `TREE` or another tree."""
+    heads = ToyParallelHeads(vocab_size, num_heads=num_heads, salt=salt, ids=ids)
+    return ToyMedusaDrafter(heads, vocab_size=vocab_size, tree=tree)
 
 
 class PlainDetokenizer:

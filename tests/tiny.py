@@ -2,8 +2,10 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -241,4 +243,47 @@ def make_head(source: Path, path: Path, layout: str, *, d2t: bool = True, own_ma
     if own_matrix:
         tensors["lm_head.weight"] = model.get_output_embeddings().weight.data[ids].clone()
     save_file(tensors, path)
+    return path
+
+
+def drop(name: str) -> Callable[[dict[str, Any]], None]:
+    """Return what leaves a tensor out of a head."""
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def put(name: str, shape: tuple[int, ...]) -> Callable[[dict[str, Any]], None]:
+    """Return what puts zeros in the place of a tensor of a head."""
+    import torch
+
+    return lambda tensors: tensors.__setitem__(name, torch.zeros(shape))
+
+
+def make_medusa(
+    source: Path, path: Path, *, vllm: bool = False, heads: int = 3, blocks: int = 1, matrices: int | None = None,
+    d2t: bool = False, bias: bool = True, prefix: str = "", scale: float = 0.2,
+) -> Path:  # fmt: skip
+    """Save random-weight Medusa heads for a model under the names of published ones, or under those of vLLM.
+
+    matrices: how many heads bring an output matrix, all if left out. d2t: guess every other token only. scale: of the
+    blocks; without them and matrices all heads say once more what the target said last.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    size, generator = int(AutoConfig.from_pretrained(source).hidden_size), torch.Generator().manual_seed(1)
+    ids = torch.arange(0, VOCAB_SIZE, 2) if d2t else torch.arange(VOCAB_SIZE)
+    tensors: dict[str, torch.Tensor] = {}
+    for head in range(heads):
+        for block in range(blocks):
+            name = f"blocks.{head}.layers.{block}" if vllm else f"{head}.{block}.linear"
+            tensors[f"{name}.weight"] = scale * torch.randn(size, size, generator=generator)
+            if bias:
+                tensors[f"{name}.bias"] = scale * torch.randn(size, generator=generator)
+        if matrices is None or head < matrices:
+            name = f"lm_heads.{head}.weight" if vllm else f"{head}.{blocks}.weight"
+            tensors[name] = 0.3 * torch.randn(len(ids), size, generator=generator)
+    if d2t:
+        tensors["token_map" if vllm else "d2t"] = ids if vllm else ids - torch.arange(len(ids))
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, path)
     return path

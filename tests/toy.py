@@ -157,6 +157,31 @@ class ToyHead:
         del self._rows[length:]
 
 
+class ToyParallelHeads:
+    """Heads that know a text, as far as `tokens` goes, and what the toy engine says to it greedily.
+
+    Head j gives the logits of an engine (with a salt, of another one) j + 1 tokens behind the text; features are
+    numbers of positions.
+    """
+
+    def __init__(self, vocab_size: int, *, num_heads: int = 4, salt: int = 0, ids: Sequence[int] | None = None) -> None:
+        self._size, self._salt, self.token_ids = vocab_size, salt, list(range(vocab_size) if ids is None else ids)
+        self.vocab_size, self.num_heads = len(self.token_ids), num_heads
+        self.confidence = np.full(num_heads, 0.5, np.float32)
+        self.tokens: list[int] = []
+
+    def guess(self, feature: NDArray[np.float32]) -> NDArray[np.float32]:
+        assert feature.tolist() == [len(self.tokens) - 2], "not what the latest token was said from"
+        path, rows = list(self.tokens), []
+        for _ in range(self.num_heads):
+            rows.append(hashed_logits(path, self._size, salt=self._salt)[self.token_ids])
+            path.append(int(hashed_logits(path, self._size).argmax()))
+        return np.stack(rows)
+
+    def close(self) -> None:
+        self.tokens = []
+
+
 class DriftingEngine(ToyEngine):
     """Trees that show: rows behind another branch of their call are off, and so is whatever follows them once kept."""
 

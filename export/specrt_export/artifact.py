@@ -11,32 +11,22 @@ from specrt_export.checkpoint import resolve
 from specrt_export.decoder import Dialect
 from specrt_export.dialect_ort import OrtDialect
 from specrt_export.dialect_trt import TensorrtDialect
-from specrt_export.distill.features import taps
 from specrt_export.engine import EngineRequest, build_engine
 from specrt_export.errors import ExportError
 from specrt_export.estimate import estimate, show_bytes
 from specrt_export.generation import generation_defaults
-from specrt_export.head_engine import HEAD, TOKENS_FILE, HeadRequest, TargetParts, build_head
-from specrt_export.head_file import read_head
-from specrt_export.head_graph import trace_head
+from specrt_export.head_engine import HeadRequest, TargetParts, build_head, drafter_of
+from specrt_export.heads import prepare_head
 from specrt_export.parity import most_rows
 from specrt_export.progress import Progress
 from specrt_export.staging import check_disk, check_output, link_files, list_files, staging
 from specrt_export.target_graph import trace
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
+from specrt_profiles.drafter import MODEL_FREE, DrafterSpec
 from specrt_profiles.files import check_hashes
 from specrt_profiles.generation import write_generation
-from specrt_profiles.manifest import (
-    COMBINED,
-    MODEL_FREE,
-    TOKENIZER_FILE,
-    DrafterSpec,
-    Manifest,
-    read_manifest,
-    write_manifest,
-)
+from specrt_profiles.manifest import COMBINED, TOKENIZER_FILE, Manifest, read_manifest, write_manifest
 from specrt_profiles.profile import DialectName, Precision, Profile
-from specrt_profiles.tensors import DecoderDims
 from specrt_profiles.vocabulary import check_draft_vocabulary, tokens_by_id
 
 NO_ENGINE = (*MODEL_FREE, "none")  # values of `draft` that need no exported engine
@@ -119,8 +109,9 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
     if name == "draft" and longest is not None:
         profile = replace(profile, capacity=min(profile.capacity, longest))
     dims = support.check_supported(checkpoint, config, profile)
-    head = None if request.head is None or name != "target" else _prepare_head(request.head, config, dims, profile)
-    if head is not None:
+    dialect, head = _DIALECTS[profile.dialect](profile), None
+    if request.head is not None and name == "target":
+        head = prepare_head(request.head, config, dims, profile, dialect)
         dims = replace(dims, feature_size=head.dims.feature_size)
     window = support.narrow_window(config, profile)
     tied = bool(getattr(config, "tie_word_embeddings", True))
@@ -131,26 +122,11 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
         f"tokens, peak memory of this export about {show_bytes(sizes.peak_memory)}"
     )
     with progress.step(f"{name}: trace the graph"):
-        traced = trace(
-            config, dims, profile, _DIALECTS[profile.dialect](profile), taps=() if head is None else head.taps
-        )
+        traced = trace(config, dims, profile, dialect, taps=() if head is None else head.taps)
     return EngineRequest(
         name=name, checkpoint=checkpoint, dims=dims, traced=traced, profile=profile, window=window,
         num_bytes=sizes.artifact, head=head,
     )  # fmt: skip
-
-
-def _prepare_head(path: Path, config: Any, dims: DecoderDims, profile: Profile) -> HeadRequest:
-    """Read, check and trace a head."""
-    head = read_head(path, config, vocab_size=dims.vocab_size)
-    layers = taps(head.layout, dims.num_layers)
-    own = replace(
-        dims, num_layers=1, feature_size=dims.hidden_size * max(1, len(layers)),
-        vocab_size=dims.vocab_size if head.token_ids is None else len(head.token_ids),
-    )  # fmt: skip
-    profile = replace(profile, precision=profile.draft_precision, kv_precision="same", trees=False, output="logits")
-    traced = trace_head(config, head, dims.vocab_size, own, profile, _DIALECTS[profile.dialect](profile))
-    return HeadRequest(head=head, config=config, taps=layers, dims=own, profile=profile, traced=traced)
 
 
 def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress: Progress) -> Manifest:
@@ -180,11 +156,9 @@ def _build_head(
     manifest: Manifest, head: HeadRequest, parts: TargetParts, folder: Path, progress: Progress
 ) -> Manifest:  # fmt: skip
     spec, files = build_head(head, parts, folder, progress)
-    drafter = DrafterSpec(
-        kind="eagle", engine=HEAD, vocabulary=manifest.vocabulary.fingerprint, tokens=TOKENS_FILE
-    )  # fmt: skip
+    kind, drafter = head.kind, drafter_of(head, manifest.vocabulary.fingerprint)
     return replace(
-        manifest, heads={HEAD: spec}, drafters={**manifest.drafters, HEAD: drafter}, files={**manifest.files, **files}
+        manifest, heads={kind: spec}, drafters={**manifest.drafters, kind: drafter}, files={**manifest.files, **files}
     )
 
 

@@ -39,7 +39,7 @@ Examples:
 @click.option(
     "--head",
     metavar="FILE|none",
-    help="EAGLE head for MODEL, .safetensors; see 'distill'.  [default: the one a built-in MODEL has, without --draft]",
+    help="EAGLE or Medusa head for MODEL, see 'distill'.  [default: the one a built-in MODEL has, without --draft]",
 )
 @click.option(
     "--profile", metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.  [default: cpu]"

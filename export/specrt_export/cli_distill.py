@@ -16,6 +16,7 @@ from specrt_export.cli import begin, default_cache_dir
 Examples:
   specrt distill smollm2-135m -o heads/smollm2.safetensors
   specrt distill ./my-model --drafter eagle3 --prompts questions.jsonl -o heads/mine.safetensors
+  specrt distill smollm2-135m --drafter medusa --heads 4 -o heads/smollm2-medusa.safetensors
   specrt distill smollm2-135m --drafter pruned --layers 8 -o drafts/smollm2-8
   specrt distill smollm2-135m --tokens 100000 --minutes 30 -o heads/trial.safetensors""")  # fmt: skip
 @click.argument("model")
@@ -28,11 +29,12 @@ Examples:
 )
 @click.option(
     "--drafter",
-    type=click.Choice(["eagle", "eagle3", "pruned"]),
+    type=click.Choice(["eagle", "eagle3", "medusa", "pruned"]),
     default="eagle",
     show_default=True,
     help="A head's layout, or MODEL with fewer layers.",
 )
+@click.option("--heads", type=click.IntRange(1, 16), help="How many medusa heads.  [default: 4]")
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=1_000_000, help="How much text MODEL writes.", show_default=True
 )
@@ -61,9 +63,9 @@ Examples:
     "--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept."
 )
 def distill_command(
-    model: str, out: Path, drafter: Literal["eagle", "eagle3", "pruned"], tokens: int, prompts: Path | None,
-    work: Path | None, minutes: float | None, epochs: int | None, layers: int | None, vocabulary: int, ffn: int | None,
-    threads: int | None, revision: str | None, cache_dir: Path,
+    model: str, out: Path, drafter: Literal["eagle", "eagle3", "medusa", "pruned"], heads: int | None, tokens: int,
+    prompts: Path | None, work: Path | None, minutes: float | None, epochs: int | None, layers: int | None,
+    vocabulary: int, ffn: int | None, threads: int | None, revision: str | None, cache_dir: Path,
 ) -> None:  # fmt: skip
     """Train a drafter head for MODEL, or a draft of fewer layers, without a data set.
 
@@ -74,22 +76,25 @@ def distill_command(
     With --drafter pruned the layers that change least are dropped, and what is left learns to say what MODEL says.
     OUT is a transformers directory then, for 'specrt export MODEL --draft OUT'; its card is draft.json.
     """
-    if drafter == "pruned" and ffn is not None:
-        raise click.UsageError("--ffn is of heads: --drafter pruned keeps MODEL's")
+    if drafter in ("medusa", "pruned") and ffn is not None:
+        raise click.UsageError(f"--ffn is of eagle heads: --drafter {drafter} has none of its own")
+    if drafter != "medusa" and heads is not None:
+        raise click.UsageError("--heads needs --drafter medusa")
     if drafter != "pruned" and (layers is not None or epochs == 0):
         raise click.UsageError(f"{'--layers' if epochs != 0 else '--epochs 0'} needs --drafter pruned")
     begin()
+    from specrt_export.distill.call import NUM_HEADS, DistillRequest
     from specrt_export.distill.heal import HEALING
-    from specrt_export.distill.run import DistillRequest, distill
+    from specrt_export.distill.run import distill
     from specrt_export.distill.train import TrainingPlan
     from specrt_export.progress import Progress
 
     plan = HEALING if drafter == "pruned" else TrainingPlan()
     request = DistillRequest(
         model=model, layout=drafter, out=out, work=work or out.with_suffix(".work"), tokens=tokens, prompts=prompts,
-        minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, layers=layers, threads=threads or os.cpu_count() or 1,
-        training=plan if epochs is None else replace(plan, epochs=epochs), revision=revision,
-        cache_dir=cache_dir, command=shlex.join(["specrt", *sys.argv[1:]]),
+        minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, heads=heads or NUM_HEADS, layers=layers,
+        threads=threads or os.cpu_count() or 1, training=plan if epochs is None else replace(plan, epochs=epochs),
+        revision=revision, cache_dir=cache_dir, command=shlex.join(["specrt", *sys.argv[1:]]),
     )  # fmt: skip
     written = distill(request, Progress())
     if written is not None:

@@ -115,10 +115,10 @@ def _trace(
 ) -> ir.Model:  # fmt: skip
     model = wrapper.attending
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         try:
             stack.enter_context(_replaced(model, wrapper, dims, profile, dialect, fuse_rotation))
-            return _export(wrapper, *contract).model
+            return export_program(wrapper, *contract).model
         except Exception as error:
             ours = (UnsupportedModelError, _RotationIsNotLastError)
             for cause in (error, error.__cause__, error.__context__):  # torch wraps what is raised while it traces
@@ -170,9 +170,10 @@ class Wrapper(nn.Module, abc.ABC):
         """Return the outputs but for the KV buffers."""
 
 
-def _export(
+def export_program(
     wrapper: nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> torch.onnx.ONNXProgram:  # fmt: skip
+    """Export a wrapper with the inputs and outputs of a contract, whose dimensions with names stay open."""
     sizes = {"width": 8, "rows": 4, "new": 5, "own": 3}
     symbols = {name: torch.export.Dim(name, min=int(name == "width"), max=1 << 20) for name in sizes}
     args, dynamic = {}, {}
@@ -275,7 +276,7 @@ def _attention(wrapper: Wrapper, dialect: Dialect) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the exporter's remarks about itself; errors still come as exceptions."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal.exporter", "onnxscript")]
     levels = [logger.level for logger in loggers]

@@ -1,5 +1,6 @@
-"""Build a head of an artifact: trace, write beside the target it reads from, and prove parity."""
+"""Build a head of an artifact: write it beside the target it reads from, and prove parity."""
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,41 +10,23 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from specrt_export import graph, parity
 from specrt_export.distill.features import check_output, watching
-from specrt_export.distill.head import Head
-from specrt_export.distill.unroll import unrolling
-from specrt_export.errors import UnsupportedModelError
-from specrt_export.head_file import HeadFile
-from specrt_export.head_graph import weights
+from specrt_export.head_tensors import HeadFile
 from specrt_export.integer import Form
+from specrt_export.medusa_tree import Node
 from specrt_export.progress import Progress
 from specrt_export.shared import stored
 from specrt_export.weights import Chosen
+from specrt_profiles.drafter import DrafterKind, DrafterSpec
 from specrt_profiles.files import FileEntry
-from specrt_profiles.manifest import EngineSpec, ModelInfo
+from specrt_profiles.manifest import EngineSpec, ModelInfo, Parity
 from specrt_profiles.profile import Profile
 from specrt_profiles.reference import write_reference
-from specrt_profiles.tensors import DecoderDims, head_inputs, head_outputs
+from specrt_profiles.tensors import DecoderDims, TensorSpec
 
-HEAD = "eagle"
-TOKENS_FILE = f"{HEAD}.tokens.npy"
-_ARCHITECTURES = {"eagle": "EAGLE", "eagle3": "EAGLE-3"}
 Rows = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRequest:
-    """What to build: a head that was read, its own sizes and profile, its graph so far, the target's configuration."""
-
-    head: HeadFile
-    config: Any
-    taps: tuple[int, ...]
-    dims: DecoderDims
-    profile: Profile
-    traced: ir.Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +43,75 @@ class TargetParts:
     form: Form | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRequest(abc.ABC):
+    """What to build: a head that was read, its own sizes and profile, its graph so far.
+
+    taps: the target's layers whose inputs are its features. tree: of its drafter; see `DrafterSpec`.
+    """
+
+    head: HeadFile
+    taps: tuple[int, ...]
+    dims: DecoderDims
+    profile: Profile
+    traced: ir.Model
+    tree: tuple[Node, ...] | None = None
+
+    @property
+    @abc.abstractmethod
+    def kind(self) -> DrafterKind:
+        """The drafter that it is for, which its files are named after."""
+
+    @property
+    @abc.abstractmethod
+    def architecture(self) -> str:
+        """What it is."""
+
+    @property
+    @abc.abstractmethod
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The graph's inputs."""
+
+    @property
+    @abc.abstractmethod
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The graph's outputs."""
+
+    @abc.abstractmethod
+    def check_embedding(self, model: Any, name: str) -> None:
+        """Raise `UnsupportedModelError` for a target whose embedding the head cannot read."""
+
+    @abc.abstractmethod
+    def weights(self, parts: TargetParts) -> dict[str, torch.Tensor]:
+        """Return all weights by their names in the graph."""
+
+    @abc.abstractmethod
+    def chosen(self, parts: TargetParts) -> Chosen:
+        """Return how to store those that the target stores as well."""
+
+    @abc.abstractmethod
+    def read(self, parts: TargetParts) -> list[list[int]]:
+        """Return the token of each row of `source_logits`."""
+
+    @abc.abstractmethod
+    def source_logits(self, parts: TargetParts) -> list[Rows]:
+        """Return the head's logits over each text, computed by torch in fp32."""
+
+    @abc.abstractmethod
+    def graph_logits(self, runner: parity.GraphRunner, parts: TargetParts) -> list[Rows]:
+        """Return the same of the graph."""
+
+    def output_rows(self, parts: TargetParts) -> torch.Tensor:
+        """Return the rows of the target's output matrix that the head can guess."""
+        ids = self.head.token_ids
+        return parts.matrix if ids is None else parts.matrix[torch.from_numpy(ids)]
+
+
 def check_target(request: HeadRequest, model: Any, name: str, token_ids: Sequence[int]) -> None:
     """Raise `ExportError` for a target that the head is not made for, or that no head can be made for."""
     request.head.check_target(model, name)
     check_output(model, token_ids)
-    if type(model.get_input_embeddings()) is not nn.Embedding:
-        raise UnsupportedModelError(f"{name} changes what it reads from its embedding, which heads are not made for")
+    request.check_embedding(model, name)
 
 
 def parts_of(
@@ -92,28 +138,17 @@ def build_head(
 
     Raises `ExportError` when the graph does not match the head within the precision's bounds.
     """
-    head, dims, profile = request.head, request.dims, request.profile
-    rows = head.matrix if head.matrix is not None else parts.matrix
-    if head.matrix is None and head.token_ids is not None:
-        rows = rows[torch.from_numpy(head.token_ids)]
-    inputs, outputs = head_inputs(dims, profile), head_outputs(dims, profile)
-    path, reference = folder / f"{HEAD}.onnx", folder / f"{HEAD}.reference.npz"
-    with progress.step(f"{HEAD}: fuse and write the graph"):
-        chosen = Chosen() if parts.form is None else Chosen(forms={"decoder.embed.weight": parts.form})
-        graph.finish(request.traced, weights(head, parts.embedding, rows), profile.precision, chosen)
-        graph.lint(request.traced.graph, inputs, outputs)
+    kind, profile = request.kind, request.profile
+    path = folder / f"{kind}.onnx"
+    with progress.step(f"{kind}: fuse and write the graph"):
+        graph.finish(request.traced, request.weights(parts), profile.precision, request.chosen(parts))
+        graph.lint(request.traced.graph, request.inputs, request.outputs)
         hashes = graph.save(request.traced, path, lambda _: None, shared=stored(folder / "target.onnx"))
-    ids = np.arange(dims.vocab_size) if head.token_ids is None else head.token_ids
-    np.save(folder / TOKENS_FILE, ids, allow_pickle=False)
-    with progress.step(f"{HEAD}: parity"):
-        source = _source_logits(request, parts, rows)
-        texts = [text[1:] for text in parts.texts]
-        write_reference(reference, texts, source)
-        runner = parity.GraphRunner(path, inputs, outputs, profile)
-        found = [_graph_logits(runner, *pair, dims, profile) for pair in zip(texts, parts.features, strict=True)]
-        # what a head guesses has no text of its own: likelihoods are those of its own best guesses
-        measured = parity.compare(source, found, [[0, *logits.argmax(-1)[:-1].tolist()] for logits in source])
-        parity.check(measured, parity.BOUNDS[profile.precision], f"{head.path.name} at {profile.precision}")
+    known = request.head.token_ids
+    ids = np.arange(request.dims.vocab_size) if known is None else known
+    np.save(folder / _tokens_file(kind), ids, allow_pickle=False)
+    with progress.step(f"{kind}: parity"):
+        measured = _prove(request, parts, path)
     files = {name: FileEntry(size=(folder / name).stat().st_size, sha256=digest) for name, digest in hashes.items()}
     own = sum(entry.size for entry in files.values()) / 1e6
     progress.say(
@@ -121,54 +156,44 @@ def build_head(
         f"{measured.top1_agreement:.1%}; {own:.1f} MB of its own"
     )
     spec = EngineSpec(
-        dialect=profile.dialect, file=path.name, weights=f"{path.name}.data", reference=reference.name,
+        dialect=profile.dialect, file=path.name, weights=f"{path.name}.data", reference=_reference(path).name,
         model=_info(request), precision=profile.precision, capacity=profile.capacity, slots=profile.slots,
-        prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=dims.vocab_size,
-        weight_bytes=graph.read_bytes(request.traced), inputs=inputs, outputs=outputs, parity=measured,
+        prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=request.dims.vocab_size,
+        weight_bytes=graph.read_bytes(request.traced), inputs=request.inputs, outputs=request.outputs, parity=measured,
         exact_widths=(),
     )  # fmt: skip
     return spec, files
 
 
-def head_module(head: HeadFile, config: Any) -> Head:
-    """Return a head in torch, in fp32."""
-    module = Head(config, head.layout, ffn=head.ffn)
-    module.load_state_dict({name: tensor.float() for name, tensor in head.tensors.items()}, strict=False)
-    return module.eval()
+def drafter_of(request: HeadRequest, vocabulary: str) -> DrafterSpec:
+    """Return the manifest's entry of a head's drafter; vocabulary: the target's fingerprint."""
+    kind = request.kind
+    return DrafterSpec(kind=kind, engine=kind, vocabulary=vocabulary, tokens=_tokens_file(kind), tree=request.tree)
 
 
-def _source_logits(request: HeadRequest, parts: TargetParts, rows: torch.Tensor) -> list[Rows]:
-    """Return the head's logits [n - 1, V] over each text, computed by torch in fp32."""
-    module, found = head_module(request.head, request.config), []
-    with torch.inference_mode(), unrolling(module) as unroll:
-        for ids, features in zip(parts.texts, parts.features, strict=True):
-            embeddings = nn.functional.embedding(torch.tensor([list(ids[1:])]), parts.embedding).float()
-            none = torch.zeros(0, dtype=torch.int64)
-            (out,) = unroll(embeddings, torch.from_numpy(features[None, :-1]), none, steps=1)
-            found.append(module.logits(out, rows.float())[0].numpy())
-    return found
+def _prove(request: HeadRequest, parts: TargetParts, path: Path) -> Parity:
+    """Compare a written graph with the head in torch, whose logits are kept as reference."""
+    source = request.source_logits(parts)
+    write_reference(_reference(path), request.read(parts), source)
+    found = request.graph_logits(parity.GraphRunner(path, request.inputs, request.outputs, request.profile), parts)
+    # what a head guesses has no text of its own: likelihoods are those of its own best guesses
+    measured = parity.compare(source, found, [[0, *logits.argmax(-1)[:-1].tolist()] for logits in source])
+    precision = request.profile.precision
+    parity.check(measured, parity.BOUNDS[precision], f"{request.head.path.name} at {precision}")
+    return measured
 
 
-def _graph_logits(
-    runner: parity.GraphRunner, ids: Sequence[int], features: Rows, dims: DecoderDims, profile: Profile
-) -> Rows:
-    """Return the graph's logits over a text, in calls of every width."""
-    found: list[Rows] = []
-    start, widths = 0, (profile.prefill_width, *profile.verify_widths)
-    own = np.zeros((1, 0, dims.hidden_size), np.float32)
-    while start < len(ids):
-        width = widths[len(found) % len(widths)]
-        piece = ids[start : start + width]
-        read = np.zeros((1, width, dims.feature_size), np.float32)
-        read[0, : len(piece)] = features[start : start + len(piece)]
-        found.append(runner(piece, start, width, {"features": read, "hidden": own}))
-        start += len(piece)
-    return np.concatenate(found)
+def _tokens_file(kind: DrafterKind) -> str:
+    return f"{kind}.tokens.npy"
+
+
+def _reference(path: Path) -> Path:
+    return path.with_suffix(".reference.npz")
 
 
 def _info(request: HeadRequest) -> ModelInfo:
     head = request.head
     return ModelInfo(
-        name=head.path.stem, source=head.path.name, revision=None, architecture=_ARCHITECTURES[head.layout],
-        licence=None, num_parameters=sum(tensor.numel() for tensor in head.tensors.values()),
+        name=head.path.stem, source=head.path.name, revision=None, architecture=request.architecture, licence=None,
+        num_parameters=sum(tensor.numel() for tensor in head.tensors.values()),
     )  # fmt: skip

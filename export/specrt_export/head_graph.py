@@ -9,14 +9,14 @@ from torch import nn
 
 from specrt_export.decoder import Call, Dialect, PassThrough, Wrapper, trace_as
 from specrt_export.distill.head import Head
-from specrt_export.head_file import HeadFile
+from specrt_export.head_file import EagleFile
 from specrt_export.target_graph import stretch
 from specrt_profiles.profile import Profile
 from specrt_profiles.tensors import DecoderDims, head_inputs, head_outputs
 
 
 def trace_head(
-    config: Any, head: HeadFile, num_tokens: int, dims: DecoderDims, profile: Profile, dialect: Dialect
+    config: Any, head: EagleFile, num_tokens: int, dims: DecoderDims, profile: Profile, dialect: Dialect
 ) -> ir.Model:
     """Return a head's graph; see `specrt_profiles.tensors` for the contract and `weights` for the names.
 
@@ -32,7 +32,7 @@ def trace_head(
     return trace_as(make, contract, dims, profile, dialect)
 
 
-def weights(head: HeadFile, embedding: torch.Tensor, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+def weights(head: EagleFile, embedding: torch.Tensor, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return all weights under their names in the graph; matrix: the rows that the head can guess."""
     named = {f"decoder.head.{name}": tensor for name, tensor in head.tensors.items()}
     return {**named, "decoder.embed.weight": embedding, "decoder.lm_head.weight": matrix}

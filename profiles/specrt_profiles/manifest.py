@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specrt_profiles.codec import OPTIONAL, decode, encode
+from specrt_profiles.drafter import BRANCHING, HEADS, MODEL_FREE, DrafterKind, DrafterSpec, drafter_problem
 from specrt_profiles.errors import ManifestError
 from specrt_profiles.files import FileEntry, check_sizes
 from specrt_profiles.plan import PlanSpec, plan_problem
@@ -18,9 +19,6 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # present if the model has one
 GENERATION_FILE = "generation.json"
-DrafterKind = Literal["ngram", "suffix", "model", "eagle"]
-MODEL_FREE: tuple[DrafterKind, ...] = ("ngram", "suffix")  # drafters that need no files: every artifact has them
-BRANCHING: tuple[DrafterKind, ...] = ("suffix", "eagle")  # drafters that can propose trees
 COMBINED = "combined"  # stands for LOOKUP and the first drafter that the artifact brings; see `Manifest.parts`
 LOOKUP: DrafterKind = "suffix"
 _FORMAT: Literal["specrt-artifact"] = "specrt-artifact"
@@ -105,20 +103,6 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterSpec:
-    """A drafter that the artifact offers; one of kind `model` names its engine and the vocabulary it was made for.
-
-    One of kind `eagle` names its head among `Manifest.heads`, and the file with the id of each token it can guess.
-    Those that need no files are there whether they are listed or not; artifacts once listed `ngram`.
-    """
-
-    kind: DrafterKind
-    engine: str | None = None
-    vocabulary: str | None = None
-    tokens: str | None = field(default=None, metadata=OPTIONAL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The content of manifest.json. `heads` are engines that read the target's features; see `tensors`."""
 
@@ -159,7 +143,7 @@ class Manifest:
     def reads_target(self, drafter: str) -> bool:
         """Tell whether a drafter, or a part of it, reads what the target computes, so that it cannot be replayed."""
         names = self.parts(drafter) or (drafter,)
-        return any(name in self.drafters and self.drafters[name].kind == "eagle" for name in names)
+        return any(name in self.drafters and self.drafters[name].kind in HEADS for name in names)
 
     def of_trees(self, drafters: Iterable[str]) -> list[str]:
         """Return those drafters that can guess several tokens for one place, or that have a part that can."""
@@ -251,18 +235,13 @@ def _problem(manifest: Manifest) -> str | None:
 
 def _drafter_problem(manifest: Manifest) -> str | None:
     """Say which drafter lacks something, or was made for another target."""
+    vocabulary = manifest.vocabulary.fingerprint
     for name, drafter in manifest.drafters.items():
-        if drafter.kind == "eagle" and drafter.engine not in manifest.heads:
-            return f"drafters.{name}.engine: no head is named {drafter.engine!r}"
-        if drafter.kind == "eagle" and drafter.tokens not in manifest.files:
-            return f"drafters.{name}.tokens: {drafter.tokens!r} is not among the listed files"
-        if drafter.kind == "model" and drafter.engine not in manifest.engines.keys() - {"target"}:
-            return f"drafters.{name}.engine: no draft engine is named {drafter.engine!r}"
-        if drafter.kind in ("model", "eagle") and drafter.vocabulary != manifest.vocabulary.fingerprint:
-            return (
-                f"drafters.{name}: made for vocabulary {drafter.vocabulary}, the target has "
-                f"{manifest.vocabulary.fingerprint}: add the drafter to this target again"
-            )
+        problem = drafter_problem(
+            drafter, engines=manifest.engines, heads=manifest.heads, files=manifest.files, vocabulary=vocabulary
+        )
+        if problem:
+            return f"drafters.{name}{problem}"
     return None
 
 

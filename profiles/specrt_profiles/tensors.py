@@ -37,6 +37,15 @@ token i. Rows have a feature each, the target's or what an earlier call of the h
 | logits | float32 | [B, R, V] | V: the tokens that the head can guess |
 | confidence | float32 | [B, R] | the probability of the best of them |
 | next_hidden | float32 | [B, R, H] | what the next row takes as `hidden` |
+
+Heads that guess side by side (Medusa, `parallel_inputs`), head j the token j + 2 places after the feature's, have one
+call and no KV:
+
+| tensor | type | shape | content |
+|---|---|---|---|
+| features | float32 | [B, 1, F] | the target's, of one token |
+| logits | float32 | [B, M, V] | of each of the M heads; V: the tokens that they can guess |
+| confidence | float32 | [B, M] | the probability of each head's best token |
 """
 
 from collections.abc import Callable, Mapping
@@ -158,6 +167,20 @@ def head_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
         TensorSpec(name="confidence", dtype="float32", shape=(batch, ROWS)),
         TensorSpec(name="next_hidden", dtype="float32", shape=(batch, ROWS, dims.hidden_size)),
         *_kv(dims, profile, present_names),
+    )
+
+
+def parallel_inputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]:
+    """Return the inputs of the graph of parallel heads."""
+    return (TensorSpec(name="features", dtype="float32", shape=(profile.batch_size, 1, dims.feature_size)),)
+
+
+def parallel_outputs(dims: DecoderDims, profile: Profile, *, num_heads: int) -> tuple[TensorSpec, ...]:
+    """Return the outputs of the graph of parallel heads, in graph order."""
+    heads = (profile.batch_size, num_heads)
+    return (
+        TensorSpec(name="logits", dtype="float32", shape=(*heads, dims.vocab_size)),
+        TensorSpec(name="confidence", dtype="float32", shape=heads),
     )
 
 

@@ -75,7 +75,9 @@ def parse_object(_ctx: click.Context, _param: click.Parameter, value: str | None
 
 
 _COUPLING = click.Choice(["gumbel", "rejection"])
-_DRAFTER = click.option("--drafter", help="ngram, suffix, model, eagle, combined or none.  [default: the artifact's]")
+_DRAFTER = click.option(
+    "--drafter", help="ngram, suffix, model, eagle, medusa, combined or none.  [default: the artifact's]"
+)
 _SETTINGS = (
     click.option(
         "-k", "--num-speculative-tokens", "k", metavar="K", callback=parse_k,
@@ -86,7 +88,7 @@ _SETTINGS = (
     click.option("--prompt-lookup-min", type=int, help="Shortest one."),
     click.option("--suffix-cache", is_flag=True, help="Let the suffix drafter look into earlier outputs of this run."),
     click.option("--draft-budget-ms", type=float, help="Drop a drafter that takes longer for a proposal."),
-    click.option("--tree", is_flag=True, help="Guess several tokens for one place (suffix, eagle; needs --trees)."),
+    click.option("--tree", is_flag=True, help="Guess several tokens for one place (suffix, heads; needs --trees)."),
     click.option("--strict", is_flag=True, help="Bits of plain decoding for trees too, at some cost."),
     click.option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
     click.option("--top-k", type=int, help="Keep the K best tokens, 0 for all."),

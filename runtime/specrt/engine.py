@@ -111,13 +111,46 @@ class HeadEngine(KvEngine, Protocol):
         ...
 
 
+class ParallelHeads(Protocol):
+    """Heads that guess side by side: head j the token j + 2 places after the one whose feature they read.
+
+    `vocab_size` is the number of tokens that they can guess. Arrays are views of its own buffers, valid until the next
+    call.
+    """
+
+    vocab_size: int
+    num_heads: int
+
+    @property
+    def confidence(self) -> NDArray[np.float32]:
+        """The probability of each head's best guess in the last call [M]."""
+        ...
+
+    def guess(self, feature: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the logits of all heads [M, V] for a feature of the target [F]."""
+        ...
+
+    def close(self) -> None:
+        """Release the heads; they cannot be used afterwards."""
+        ...
+
+
 def open_head(folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None) -> HeadEngine:
     """Open a head; raises `EngineError` for a GPU, where none runs yet."""
-    if _gpu_index(resolve_device(spec, device)) is not None:
-        raise EngineError(f"device: expected cpu for the drafter eagle, found {device}: choose another drafter there")
+    _refuse_gpu(spec, device, "eagle")
     from specrt.engine_ort_head import OrtHead
 
     return OrtHead(folder, spec, threads=threads)
+
+
+def open_parallel_heads(
+    folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None
+) -> ParallelHeads:
+    """Open parallel heads; raises `EngineError` for a GPU, where none run yet."""
+    _refuse_gpu(spec, device, "medusa")
+    from specrt.engine_ort_parallel import OrtParallelHeads
+
+    return OrtParallelHeads(folder, spec, threads=threads)
 
 
 def open_engine(folder: Path, spec: EngineSpec, *, threads: int | None, device: str | None = None) -> KvEngine:
@@ -158,6 +191,13 @@ def resolve_device(spec: EngineSpec, device: str | None) -> str:
 def measurable_widths(spec: EngineSpec) -> list[int]:
     """Return the call widths of which every row's logits can be had: a plan's prefill gives none."""
     return sorted({*spec.verify_widths, *([spec.prefill_width] if spec.plan is None else [])})
+
+
+def _refuse_gpu(spec: EngineSpec, device: str | None, drafter: str) -> None:
+    if _gpu_index(resolve_device(spec, device)) is not None:
+        raise EngineError(
+            f"device: expected cpu for the drafter {drafter}, found {device}: choose another drafter there"
+        )
 
 
 def _gpu_index(device: str) -> int | None:

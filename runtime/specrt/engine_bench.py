@@ -22,6 +22,7 @@ from specrt.errors import RequestError
 from specrt.inspect import kv_bytes
 from specrt.language_model import LanguageModel
 from specrt.machine import processor
+from specrt_profiles.drafter import HEADS
 from specrt_profiles.manifest import EngineSpec
 
 _CONTEXT = 256  # tokens
@@ -80,13 +81,12 @@ def run_engine_bench(
     gb_per_s = reader.num_bytes / reading / 1e9
     calls = [cost for subject in subjects for cost in call_costs(subject, ladder[0], gb_per_s)]
     seconds = {(cost.engine, cost.rows): cost.seconds for cost in calls if cost.context == context}
+    drafters = {name: spec.engine for name, spec in manifest.all_drafters.items() if spec.kind not in HEADS}
     return EngineReport(
         machine=processor(), engine_version=model.target.platform, threads=reader.threads, repeats=repeats,
         context=context, verify_widths=ladder, read_bytes=reader.num_bytes, gb_per_s=gb_per_s,
         engines=tuple(_facts(subject) for subject in subjects), calls=tuple(calls),
-        break_even=break_even(
-            seconds, ladder, {name: spec.engine for name, spec in manifest.all_drafters.items() if spec.kind != "eagle"}
-        ),
+        break_even=break_even(seconds, ladder, drafters),
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class OrtEngine(BoundEngine):
         require("cpu", "onnxruntime")
         super().__init__(spec, platform=engine_version())
         path = folder / spec.file
-        self._session: Any = _open_session(path, threads)
+        self._session: Any = open_session(path, threads)
         check_contract(self._session, spec, path)
         self._names = {tensor.name for tensor in spec.inputs}
         self._kv = _allocate_kv(spec)
@@ -136,7 +136,8 @@ def refuse_both_builds() -> None:
         )
 
 
-def _open_session(path: Path, threads: int | None) -> Any:
+def open_session(path: Path, threads: int | None) -> Any:
+    """Open a graph on the CPU; raises `EngineError` with the engine's reason where it cannot be."""
     import onnxruntime as ort
 
     if threads is not None and threads < 1:

@@ -54,12 +54,22 @@ def _engine(engine: EngineSpec) -> list[str]:
         f"{model.name} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {engine.precision}), "
         f"{engine.dialect} dialect",
         f"from {model.source}{revision}, licence {model.licence or 'not stated'}",
-        f"capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB ({_past(engine)[0].dtype})",
-        f"prefill in chunks of {engine.prefill_width}, verify widths {_list(engine.verify_widths)} "
-        f"(bit-equal when exported: {_list(engine.exact_widths) or 'not asked'})",
+        *_calls(engine),
         f"against its source over {parity.num_rows} rows: max |diff| {parity.max_abs_diff:.2g}, "
         f"mean KL {parity.mean_kl:.2g}, top-1 {parity.top1_agreement:.1%}, "
         f"perplexity {parity.perplexity:.2f} (source {parity.source_perplexity:.2f})",
+    ]
+
+
+def _calls(engine: EngineSpec) -> list[str]:
+    past = _past(engine)
+    if not past:
+        (count,) = (tensor.shape[1] for tensor in engine.outputs if tensor.name == "logits")
+        return [f"{count} heads in one call, {engine.vocab_size} tokens to guess, no KV buffers"]
+    return [
+        f"capacity {engine.capacity} tokens, KV buffers {kv_bytes(engine) / 1e6:.0f} MB ({past[0].dtype})",
+        f"prefill in chunks of {engine.prefill_width}, verify widths {_list(engine.verify_widths)} "
+        f"(bit-equal when exported: {_list(engine.exact_widths) or 'not asked'})",
     ]
 
 

@@ -10,18 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specrt.control import AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.combined import CombinedController, CombinedDrafter, SureController
-from specrt.drafters.eagle import EagleDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.drafters.suffix import SuffixCache, SuffixDrafter
-from specrt.engine import Engine, HeadEngine, KvEngine, open_engine, open_head, resolve_device
+from specrt.engine import Engine, KvEngine, open_engine, resolve_device
 from specrt.errors import BusyError, EngineError, ManifestError, RequestError
+from specrt.heads import Heads
 from specrt.loop import Loop
 from specrt.machine import MachineFacts, MachineFile, default_cache_dir, measure_facts
 from specrt.prefix_cache import PrefixCache, prefix_cache
@@ -31,9 +28,9 @@ from specrt.speculation import Speculation, check_repeatable, default_drafter, r
 from specrt.stops import StopRules
 from specrt.stream import Observer, Request, Result, Stream, check_process
 from specrt.text import Tokenizer
+from specrt_profiles.drafter import HEADS
 from specrt_profiles.generation import read_generation
-from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, DrafterSpec, read_manifest
-from specrt_profiles.vocabulary import read_token_ids
+from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
 
 
 def load(
@@ -86,7 +83,7 @@ class LanguageModel:
         self._prefixes = prefix_cache(prefix_cache_mib, self.device)
         self._device, self._threads, self._clock, self._metrics = device, threads, clock, metrics
         self._engines: dict[str, KvEngine] = {}
-        self._heads: dict[str, tuple[HeadEngine, NDArray[np.int64]]] = {}
+        self._heads = Heads(folder, self.manifest, threads=threads, device=device)
         self.suffix_cache = SuffixCache()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -146,8 +143,9 @@ class LanguageModel:
             return
         self._claim()
         self._closed = True
-        for engine in (*self._engines.values(), *(head for head, _ in self._heads.values())):
+        for engine in self._engines.values():
             engine.close()
+        self._heads.close()
         if self._prefixes is not None:
             self._prefixes.clear()
         self.suffix_cache.clear()
@@ -247,24 +245,11 @@ class LanguageModel:
         if spec.kind == "suffix":
             cache = self.suffix_cache if how.suffix_cache else None
             return SuffixDrafter(widths=self.target.verify_widths, cache=cache, tree=how.tree)
-        if spec.kind == "eagle":
-            return self._eagle(spec, how, prefixes)
+        if spec.kind in HEADS:
+            return self._heads.drafter(name, self.target, prefixes, tree=how.tree)
         engine = self._engine(str(spec.engine))
         reuse = None if prefixes is None else partial(prefixes.reuse, engine)
         return ModelDrafter(engine, vocab_size=self.target.vocab_size, reuse=reuse)
-
-    def _eagle(self, spec: DrafterSpec, how: Speculation, prefixes: PrefixCache | None) -> Drafter:
-        """Return the head's drafter, opening the head at its first use."""
-        features, name, vocab_size = self.target.features, str(spec.engine), self.target.vocab_size
-        if name not in self._heads:
-            entry = self.manifest.heads[name]
-            ids = read_token_ids(self.folder / str(spec.tokens), size=entry.vocab_size, vocab_size=vocab_size)
-            self._heads[name] = open_head(self.folder, entry, threads=self._threads, device=self._device), ids
-        head, ids = self._heads[name]
-        if features is None:
-            raise ManifestError(f"{self.folder}: has a head, but a target without features: export it again")
-        reuse = None if prefixes is None else partial(prefixes.reuse, head)
-        return EagleDrafter(head, features=features, token_ids=ids, vocab_size=vocab_size, reuse=reuse, tree=how.tree)
 
     def _facts(self) -> MachineFacts:
         spec = self.manifest.target

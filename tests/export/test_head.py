@@ -1,7 +1,6 @@
 """Heads as files and as graphs: published layouts, what is refused, and the target that gives features."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ import tiny
 from specrt_export.cli import export_command
 from specrt_export.distill.head import Layout
 from specrt_export.errors import ExportError
-from specrt_export.head_file import read_head, token_ids
+from specrt_export.head_file import read_head
+from specrt_export.head_tensors import token_ids
 from specrt_export.shared import stored
 from specrt_profiles.manifest import read_manifest
-from tiny import export_tiny, make_head
+from tiny import drop, export_tiny, make_head, put
 
 LAYERS = 8
 LAYOUTS: tuple[Layout, ...] = ("eagle", "eagle3")
@@ -86,14 +86,6 @@ def test_which_tokens_d2t_stands_for(stored_ids: list[int], known: list[int] | N
 def test_d2t_out_of_range_is_refused(wrong: Any) -> None:
     with pytest.raises(ExportError, match="d2t: expected"):
         token_ids(Path("head"), {"d2t": torch.tensor(wrong)}, vocab_size=5)
-
-
-def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: tensors.__delitem__(name)
-
-
-def put(name: str, shape: tuple[int, ...]) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: tensors.__setitem__(name, torch.zeros(shape))
 
 
 @pytest.mark.parametrize(

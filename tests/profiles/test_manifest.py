@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
+from specrt_profiles.drafter import HEADS, MODEL_FREE, DrafterKind, DrafterSpec
 from specrt_profiles.errors import ManifestError
 from specrt_profiles.files import FileEntry, check_hashes, sha256_of
 from specrt_profiles.manifest import (
     MANIFEST_FILE,
-    MODEL_FREE,
     SCHEMA,
-    DrafterSpec,
     EngineSpec,
     Manifest,
     ModelInfo,
@@ -181,7 +180,7 @@ def is_entry(keys: Keys) -> bool:
 
 def may_be_absent(keys: Keys) -> bool:
     """Tell whether artifacts written before a key came to be are read without it."""
-    places = {("engines", "plan"), ("heads", "plan"), ("drafters", "tokens")}
+    places = {("engines", "plan"), ("heads", "plan"), ("drafters", "tokens"), ("drafters", "tree")}
     return keys in {("heads",), ("profile", "output")} or (len(keys) == 3 and (keys[0], keys[2]) in places)
 
 
@@ -446,8 +445,34 @@ def test_what_can_be_combined_and_what_can_be_replayed(artifact: Path) -> None:
     for name in ("model", "model+ngram", "ngram+suffix", "ngram+none", "ngram+", "none"):
         assert manifest.parts(name) is None
     assert replace(manifest, drafters={}).drafter_names == ("ngram", "suffix")
-    head = DrafterSpec(kind="eagle", engine="head", vocabulary="f" * 64)
-    headed = replace(manifest, heads={"head": engine("target")}, drafters={"eagle": head})
-    assert headed.drafter_names == ("ngram", "suffix", "eagle", "combined")
-    found = [name for name in (*headed.drafter_names, "ngram+eagle") if headed.reads_target(name)]
-    assert found == ["eagle", "combined", "ngram+eagle"]
+    for kind in HEADS:
+        head = DrafterSpec(kind=kind, engine="head", vocabulary="f" * 64)
+        headed = replace(manifest, heads={"head": engine("target")}, drafters={kind: head})
+        assert headed.drafter_names == ("ngram", "suffix", kind, "combined")
+        found = [name for name in (*headed.drafter_names, f"ngram+{kind}") if headed.reads_target(name)]
+        assert found == [kind, "combined", f"ngram+{kind}"]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_the_drafter_of_a_head_needs(artifact: Path, kind: DrafterKind) -> None:
+    manifest = read_manifest(artifact)
+    good = DrafterSpec(kind=kind, engine="head", vocabulary="f" * 64, tokens="tokenizer.json")
+    for drafter, text in (
+        (good, None),
+        (replace(good, engine="target"), f"drafters.{kind}.engine: no head is named 'target'"),
+        (replace(good, tokens="none.npy"), f"drafters.{kind}.tokens: 'none.npy' is not among the listed files"),
+        (replace(good, vocabulary="0"), f"drafters.{kind}: made for vocabulary 0, the target has ffff"),
+        (replace(good, tree=((0,), (0, 0), (1,), (0, 3), (0, 3, 1))), None),
+        (replace(good, tree=((0,), (1, 0))), f"drafters.{kind}.tree: expected each node once and after the one"),
+        (replace(good, tree=((0,), (0,))), "found [0]"),
+        (replace(good, tree=((0,), (-1,))), "found [-1]"),
+        (replace(good, tree=((),)), "found []"),
+    ):
+        heads, drafters = {"head": engine("target")}, {kind: drafter}
+        write_manifest(artifact, replace(manifest, heads=heads, drafters=drafters, default_drafter="none"))
+        if text is None:
+            assert read_manifest(artifact).drafters[kind] == drafter
+        else:
+            with pytest.raises(ManifestError) as error:
+                read_manifest(artifact)
+            assert text in str(error.value)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parts import ListDrafter, run
+from parts import TREE, ListDrafter, medusa, run
 from specrt.acceptance import Proposal
 from specrt.drafters.eagle import EagleDrafter
 from specrt.drafters.model import ModelDrafter
@@ -231,3 +231,86 @@ def test_a_head_stops_at_its_capacity_and_says_nothing_after_one_token() -> None
     assert (len(ids), loop.stats.num_drafter_faults) == (40, 0)
     ids, loop, _ = run(ToyEngine(V), eagle([2]), prompt=[2], k=5, max_tokens=1)
     assert (len(ids), loop.stats.num_proposed) == (1, 0)
+
+
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize("prompt", [[0, 1], [3] * 20], ids=len)
+def test_parallel_heads_that_know_the_target_are_always_right(prompt: list[int], k: int) -> None:
+    plain, _, _ = run(ToyEngine(V), prompt=prompt, max_tokens=40)
+    for tree in (None, [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]):
+        ids, loop, _ = run(ToyEngine(V), medusa(V, tree=tree), prompt=prompt, k=k, max_tokens=40)
+        assert ids == plain
+        assert loop.stats.num_drafter_faults == 0
+        assert loop.stats.num_accepted == loop.stats.num_proposed > 15
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.9}, {"temperature": 0.9, "repetition_penalty": 1.4}], ids=str)
+def test_the_first_of_parallel_heads_shares_the_targets_noise(params: dict[str, Any]) -> None:
+    for seed in range(5):
+        _, loop, _ = run(ToyEngine(V), medusa(V), k=1, max_tokens=40, seed=seed, **params)
+        assert loop.stats.num_accepted == loop.stats.num_proposed > 15
+
+
+def test_a_tree_of_parallel_heads_is_cut_to_the_limit_and_begins_with_its_first_branch() -> None:
+    tokens = [0, 1, 2]
+    drafter = medusa(V, tree=TREE)
+    ranked = []
+    path = list(tokens)
+    for _ in range(4):
+        ranked.append(np.argsort(-hashed_logits(path, V), kind="stable").tolist())
+        path.append(ranked[-1][0])
+    for limit in range(1, 16):
+        drafter.start(tokens, make_sampler(tokens))
+        proposal = drafter.propose(tokens, limit)
+        nodes = []
+        for index in range(len(proposal.token_ids)):
+            at, node = index, list[int]()
+            parents = proposal.parents or range(-1, len(proposal.token_ids) - 1)
+            while at >= 0:
+                node.insert(0, proposal.token_ids[at])
+                at = parents[at]
+            nodes.append(tuple(node))
+        wanted = {tuple(ranked[depth][rank] for depth, rank in enumerate(node)) for node in TREE[:limit]}
+        assert set(nodes) == wanted
+        depth = max(map(len, nodes))
+        assert nodes[:depth] == [tuple(row[0] for row in ranked[:size]) for size in range(1, depth + 1)]
+        assert (proposal.parents is None) == (limit < 3)
+        assert proposal.confidence == 0.5
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "coupling": "rejection"}], ids=str)
+def test_parallel_heads_with_few_tokens_to_guess(params: dict[str, Any]) -> None:
+    tokens = [0, 1]
+    drafter = medusa(V, ids=[4, 2], tree=TREE)
+    for banned, wanted in (({}, {4, 2}), ({4: -np.inf}, {2})):
+        drafter.start(tokens, make_sampler(tokens, logit_bias=banned, **params))
+        proposal = drafter.propose(tokens, 15)
+        assert set(proposal.children(-1)) == set(proposal.token_ids) == wanted
+        assert proposal.probs is None
+    drafter.start(tokens, make_sampler(tokens, logit_bias={4: -np.inf, 2: -np.inf}, **params))
+    with pytest.raises(RequestError, match="no token is left to choose"):
+        drafter.propose(tokens, 15)
+
+
+def test_what_looks_at_earlier_tokens_sees_the_best_guesses_of_parallel_heads() -> None:
+    for seed in range(10):
+        tokens = [seed % V, 1]
+        drafter, sampler = medusa(V), make_sampler(tokens, presence_penalty=50.0)
+        drafter.start(tokens, sampler)
+        guesses = drafter.propose(tokens, 4).token_ids
+        assert len(set(guesses)) == 4
+
+
+def test_parallel_heads_say_nothing_after_one_token_or_without_room() -> None:
+    drafter = medusa(V)
+    drafter.start([2], make_sampler([2]))
+    assert drafter.propose([2], 3) == Proposal()
+    assert drafter.propose([2, 1], 0) == Proposal()
+
+
+def test_nodes_that_no_head_guesses_for_are_left_out() -> None:
+    drafter = medusa(V, num_heads=2, tree=TREE)
+    drafter.start([0, 1], make_sampler([0, 1]))
+    proposal = drafter.propose([0, 1], 15)
+    assert max(proposal.depths) == 1
+    assert len(proposal.token_ids) == sum(len(node) <= 2 for node in TREE)

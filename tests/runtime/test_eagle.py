@@ -25,7 +25,7 @@ from specrt_export.distill.run import DistillRequest, distill
 from specrt_export.distill.train import TrainingPlan
 from specrt_export.distill.unroll import unrolling
 from specrt_export.distill.writer import BatchSize
-from specrt_export.head_engine import head_module
+from specrt_export.eagle_engine import head_module
 from specrt_export.head_file import read_head
 from specrt_export.progress import Progress
 from specrt_profiles.manifest import read_manifest

@@ -34,6 +34,16 @@ def test_the_page_shows_what_matters(tiny_artifact: Path) -> None:
     assert all(len(line) > 12 for line in page.splitlines())
 
 
+def test_heads_without_kv_buffers_are_shown(medusa_artifact: Path) -> None:
+    page = show(medusa_artifact)
+    for words in (
+        "head (Medusa, 0.0 M parameters, fp32), ort dialect",
+        "3 heads in one call, 384 tokens to guess, no KV buffers",
+        "ngram, suffix, medusa, combined, none; default combined, k 3 of at most 15",
+    ):
+        assert words in page
+
+
 def test_the_sampling_defaults_that_are_not_neutral_are_shown(tiny_artifact: Path, tmp_path: Path) -> None:
     folder = copy_artifact(tiny_artifact, tmp_path / "copy")
     edit_generation(folder, temperature=0.6, top_k=40)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parts import ListDrafter, chi_square, chi_square_limit, make_loop, run
+from parts import TREE, ListDrafter, chi_square, chi_square_limit, make_loop, medusa, run
 from specrt.drafters import Drafter
 from specrt.drafters.combined import CombinedDrafter, SureController
 from specrt.drafters.model import ModelDrafter
@@ -76,6 +76,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "larger vocabulary": lambda: ModelDrafter(ToyEngine(V + 3), vocab_size=V),
     "combined": lambda: combined(salt=9),
     "combined, same model": lambda: combined(salt=0),
+    "medusa": lambda: medusa(V),
+    "medusa, a tree": lambda: medusa(V, tree=TREE),
+    "medusa, another model": lambda: medusa(V, tree=TREE, salt=9),
     "short context": lambda: ModelDrafter(ToyEngine(V, capacity=12), vocab_size=V),
 }
 
@@ -98,7 +101,10 @@ def test_one_seed_gives_one_text(name: str, k: int) -> None:
         assert run(ToyEngine(V), DRAFTERS[name](), k=k, seed=seed, **sampled)[0] == plain
 
 
-@pytest.mark.parametrize("name", ["good", "bad", "half", "ragged", "ngram", "suffix", "warm suffix"])
+@pytest.mark.parametrize(
+    "name",
+    ["good", "bad", "half", "ragged", "ngram", "suffix", "warm suffix", "medusa", "medusa, a tree"],
+)
 def test_rejection_with_drafts_that_are_not_sampled_gives_one_text(name: str) -> None:
     sampled = {"temperature": 0.9, "coupling": "rejection", "max_tokens": 30}
     for seed in range(12):
@@ -121,7 +127,7 @@ def joint_law(size: int, length: int, temperature: float) -> np.ndarray:
 
 @pytest.mark.parametrize("coupling", ["gumbel", "rejection"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5])
-@pytest.mark.parametrize("name", ["same model", "other model", "suffix", "warm suffix", "combined"])
+@pytest.mark.parametrize("name", ["same model", "other model", "suffix", "warm suffix", "combined", "medusa"])
 def test_the_joint_law_of_three_tokens_is_the_targets(coupling: str, k: int, name: str) -> None:
     size, runs = 3, 2500
     law = joint_law(size, 3, 0.8)
@@ -133,6 +139,7 @@ def test_the_joint_law_of_three_tokens_is_the_targets(coupling: str, k: int, nam
         "suffix": lambda: SuffixDrafter(widths=(2, 4, 6)),
         "warm suffix": lambda: SuffixDrafter(widths=(2, 4, 6), cache=cache),
         "combined": lambda: combined(salt=9, size=size),
+        "medusa": lambda: medusa(size, tree=TREE),
     }
     for seed in range(runs):
         drafter = makers[name]()
@@ -167,7 +174,9 @@ def test_call_shapes_are_only_the_allowed_ones() -> None:
     assert engine.widths_used[:2] == [8, 8]
 
 
-@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "warm suffix", "same model", "other model", "combined"])
+@pytest.mark.parametrize(
+    "name", ["good", "ngram", "suffix", "warm suffix", "same model", "other model", "combined", "medusa, a tree"]
+)
 def test_an_engine_serves_one_request_after_the_other(name: str) -> None:
     engine, drafter = ToyEngine(V), DRAFTERS[name]()
     for prompt in ([3, 1, 4], [1], [2, 2, 2, 2, 2, 2, 2, 2, 2, 2], [3, 1, 4]):
@@ -202,7 +211,7 @@ def test_never_more_than_max_tokens(max_tokens: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3, 15])
-@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "same model", "short context", "combined"])
+@pytest.mark.parametrize("name", ["good", "ngram", "suffix", "same model", "short context", "combined", "medusa"])
 def test_generation_reaches_exactly_the_capacity(name: str, k: int) -> None:
     ids, loop, _ = run(ToyEngine(V, capacity=40), DRAFTERS[name](), k=k, prompt=[1, 2, 3])
     assert len(ids) == 37

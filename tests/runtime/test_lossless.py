@@ -17,11 +17,14 @@ PROMPT = "def mean(values):"
 LENGTH = 24
 KS = (1, 3, 8, 15)
 DRAFTERS = ("ngram", "suffix", "model", "combined", "ngram+model")
-HEADED: tuple[dict[str, Any], ...] = (
-    {"drafter": "eagle"},
-    {"drafter": "eagle", "tree": True, "strict": True},
-    {"drafter": "suffix", "tree": True, "strict": True},
-    {"drafter": "combined", "tree": True, "strict": True},
+HEADED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("eagle", {"drafter": "eagle"}),
+    ("eagle", {"drafter": "eagle", "tree": True, "strict": True}),
+    ("eagle", {"drafter": "suffix", "tree": True, "strict": True}),
+    ("eagle", {"drafter": "combined", "tree": True, "strict": True}),
+    ("medusa", {"drafter": "medusa"}),
+    ("medusa", {"drafter": "medusa", "tree": True, "strict": True}),
+    ("medusa", {"drafter": "ngram+medusa", "tree": True, "strict": True}),
 )
 NEURAL = ("model", "combined", "ngram+model")
 EOS = 0
@@ -65,10 +68,13 @@ def model(tiny_artifact: Path, machine_cache: Path) -> Iterator[LanguageModel]:
 
 
 @pytest.fixture(scope="module")
-def headed(trees_artifact: Path, machine_cache: Path) -> Iterator[LanguageModel]:
-    """The tiny model with a head, and with trees, which change no bit of its chains."""
-    with specrt.load(trees_artifact, cache_dir=machine_cache) as model:
-        yield model
+def headed(trees_artifact: Path, medusa_artifact: Path, machine_cache: Path) -> Iterator[dict[str, LanguageModel]]:
+    """The tiny model with a head, and with parallel ones, and with trees, which change no bit of its chains."""
+    with (
+        specrt.load(trees_artifact, cache_dir=machine_cache) as eagle,
+        specrt.load(medusa_artifact, cache_dir=machine_cache) as medusa,
+    ):
+        yield {"eagle": eagle, "medusa": medusa}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +102,7 @@ def check_statistics(stats: Statistics, num_tokens: int, k: int, *, tree: bool =
     assert 0 <= stats.num_accepted <= stats.num_proposed <= k * stats.num_steps
     assert sum(stats.proposed_by_position) == stats.num_proposed
     assert sum(stats.accepted_by_position) == stats.num_accepted
+    assert sorted(stats.accepted_by_position, reverse=True) == stats.accepted_by_position
     assert tree or sorted(stats.proposed_by_position, reverse=True) == stats.proposed_by_position
     assert all(a <= b for a, b in zip(stats.accepted_by_position, stats.proposed_by_position, strict=True))
     assert stats.num_tokens <= stats.num_accepted + stats.num_steps
@@ -110,7 +117,7 @@ def test_every_parameter_has_a_case() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("name", CASES)
 def test_a_parameter_works_the_same_with_every_drafter(
-    model: LanguageModel, headed: LanguageModel, name: str, temperature: float
+    model: LanguageModel, headed: dict[str, LanguageModel], name: str, temperature: float
 ) -> None:
     case = CASES[name]
     common: dict[str, Any] = {"temperature": temperature, "seed": 1, "max_tokens": LENGTH}
@@ -132,17 +139,22 @@ def test_a_parameter_works_the_same_with_every_drafter(
                 assert output(result) == output(again)
             else:
                 assert output(result) == output(plain), (drafter, k)
-    for settings in HEADED:
+    for name_of_model, settings in HEADED:
         for k in KS[1::2]:
-            result = headed.generate(PROMPT, k=k, **settings, **options)
+            result = headed[name_of_model].generate(PROMPT, k=k, **settings, **options)
             check_statistics(result.stats, len(result.token_ids), k, tree="tree" in settings)
             assert output(result) == output(plain), (settings, k)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.05}, {"temperature": 0.05, "coupling": "rejection"}])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_speculation_does_happen(model: LanguageModel, drafter: str, options: dict[str, Any]) -> None:
-    stats = model.generate(PROMPT * 3, k=3, drafter=drafter, seed=1, max_tokens=40, ignore_eos=True, **options).stats
+@pytest.mark.parametrize(
+    ("name", "drafter"), [*(("", name) for name in DRAFTERS), ("eagle", "eagle"), ("medusa", "medusa")]
+)
+def test_speculation_does_happen(
+    model: LanguageModel, headed: dict[str, LanguageModel], name: str, drafter: str, options: dict[str, Any]
+) -> None:
+    loaded = headed.get(name, model)
+    stats = loaded.generate(PROMPT * 3, k=3, drafter=drafter, seed=1, max_tokens=40, ignore_eos=True, **options).stats
     assert stats.drafter == drafter
     assert stats.num_proposed > 0
     assert stats.num_accepted > 0

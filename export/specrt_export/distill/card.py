@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -52,14 +52,33 @@ class TrainedCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card(TrainedCard):
-    """What a head is. layers: whose inputs are its features; none for what the output matrix reads."""
+class HeadCard(TrainedCard):
+    """How many tokens a head can guess, and the share of the text that they are."""
+
+    vocabulary_size: int
+    coverage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card(HeadCard):
+    """What an EAGLE head is. layers: whose inputs are its features; none for what the output matrix reads."""
 
     layout: Layout
     layers: tuple[int, ...]
     ffn: int
-    vocabulary_size: int
-    coverage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaCard(HeadCard):
+    """What Medusa heads are: how many, of how many blocks each.
+
+    agreement: of each head. ranks: of each head, how often the text's token is its best guess, its second, and so on.
+    """
+
+    layout: Literal["medusa"]
+    heads: int
+    blocks: int
+    ranks: tuple[tuple[float, ...], ...]
 
 
 def card_path(head: Path) -> Path:
@@ -76,14 +95,14 @@ def check_head_path(path: Path) -> None:
 
 
 def write_head(
-    path: Path, layout: Layout, weights: Mapping[str, torch.Tensor], vocabulary: NDArray[np.int64], card: Card
+    path: Path, weights: Mapping[str, torch.Tensor], vocabulary: NDArray[np.int64], card: Card | MedusaCard
 ) -> None:
     """Write a head's parameters in bfloat16, then the card; each replaces an older one when it is complete.
 
     Embedding and output matrix are the target's and are left out. `d2t` holds, as in published heads, what has to be
     added to a row's number to get its token id.
     """
-    tensors = {published_name(layout, name): tensor.bfloat16() for name, tensor in weights.items()}
+    tensors = {published_name(card.layout, name): tensor.bfloat16() for name, tensor in weights.items()}
     tensors["d2t"] = torch.from_numpy(vocabulary - np.arange(len(vocabulary)))
     part = path.with_name(f".{path.name}.{os.getpid()}")
     text = part.with_suffix(".json")
@@ -97,8 +116,11 @@ def write_head(
         text.unlink(missing_ok=True)
 
 
-def published_name(layout: Layout, name: str) -> str:
-    """Return the name that published heads have for a parameter of `Head`."""
+def published_name(layout: Layout | Literal["medusa"], name: str) -> str:
+    """Return the name that published heads have for a parameter of `Head` or `MedusaHeads`."""
+    if layout == "medusa":
+        _, head, block, kind = name.split(".")
+        return f"{head}.{block}.linear.{kind}"
     inside = name.removeprefix("decoder.layers.0.")
     if inside == name:
         return name

@@ -3,32 +3,41 @@
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from math import isnan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from specrt_export import support
 from specrt_export.checkpoint import resolve
 from specrt_export.decoder import decoder_layers
-from specrt_export.distill.card import Card, Target, check_head_path, fingerprint_of, write_head
+from specrt_export.distill.call import Call, DistillRequest, Meter, OutOfTimeError, train_on
+from specrt_export.distill.card import (
+    Card,
+    HeadCard,
+    MedusaCard,
+    Target,
+    check_head_path,
+    fingerprint_of,
+    write_head,
+)
 from specrt_export.distill.data import Dataset, Texts, coverage, draft_vocabulary, load_texts
 from specrt_export.distill.draft import DraftCard, check_draft_path, write_draft
 from specrt_export.distill.features import check_output, collect
-from specrt_export.distill.head import Layout, feature_layers, head_for
+from specrt_export.distill.head import feature_layers, head_for
 from specrt_export.distill.heal import Healing, HealingTexts
 from specrt_export.distill.loss import block_efficiency, by_step
+from specrt_export.distill.medusa import MedusaHeads, MedusaTraining, by_rank
 from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_layers
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.shards import read_shard, shard_path
-from specrt_export.distill.train import Trainer, Training, TrainingPlan
+from specrt_export.distill.train import Trainer
 from specrt_export.distill.turns import tasks, template_of, user_starts
 from specrt_export.distill.work import Work, open_work
 from specrt_export.distill.workers import WritingJob, write_shards
-from specrt_export.distill.writer import BatchSize
 from specrt_export.progress import Progress
 from specrt_export.tokenizer import load_tokenizer, tokens_of
 from specrt_profiles.vocabulary import fingerprint
@@ -36,52 +45,7 @@ from specrt_profiles.vocabulary import fingerprint
 _HELD_OUT = 24_000  # tokens at most, and no more than a sixteenth of all
 _INFLUENCE = 4096  # tokens that the influence of layers is measured over
 _TOOLS = ("specrt", "torch", "transformers")
-_SAY_S, _SAVE_S = 20.0, 300.0
 _TEXT = "The quick brown fox jumps over the lazy dog"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistillRequest:
-    """What drafter to train for which model.
-
-    layout: of a head, whose file `out` is, or `pruned`, whose folder it is. layers: of a pruned draft, a quarter of the
-    model's if left out. tokens: to be written in all. work: where text, features and checkpoints are kept. minutes:
-    after which this call ends, finished or not. command: how it was called, for the card.
-    """
-
-    model: str
-    layout: Layout | Literal["pruned"]
-    out: Path
-    work: Path
-    tokens: int
-    cache_dir: Path
-    prompts: Path | None = None
-    revision: str | None = None
-    minutes: float | None = None
-    vocabulary_size: int = 6144
-    ffn: int | None = None
-    layers: int | None = None
-    threads: int = 1
-    training: TrainingPlan = field(default_factory=TrainingPlan)
-    size: BatchSize = field(default_factory=BatchSize)
-    command: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call: what it is for, where it reports, and when it ends."""
-
-    request: DistillRequest
-    progress: Progress
-    clock: Callable[[], float]
-    end: float | None
-
-    def out_of_time(self) -> bool:
-        return self.end is not None and self.clock() >= self.end
-
-
-class _OutOfTimeError(Exception):
-    """The minutes of this call are over."""
 
 
 def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Path | None:
@@ -91,14 +55,14 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
     middle of training, the drafter is written as it is then.
     """
     (check_draft_path if request.layout == "pruned" else check_head_path)(request.out)
-    call = _Call(request, progress, clock, None if request.minutes is None else clock() + 60 * request.minutes)
+    call = Call(request, progress, clock, None if request.minutes is None else clock() + 60 * request.minutes)
     with progress.bytes(f"fetch {request.model}") as on_bytes:
         checkpoint = resolve(request.model, revision=request.revision, cache_dir=request.cache_dir, on_bytes=on_bytes)
     config = support.load_config(checkpoint)
     support.model_class(config)
     if request.layout == "pruned":
         resolve_layers(request.layers, int(config.num_hidden_layers))  # text takes hours: refuse before
-    layers = () if request.layout == "pruned" else feature_layers(config, request.layout)
+    layers = feature_layers(config, "eagle3") if request.layout == "eagle3" else ()
     tokenizer = load_tokenizer(checkpoint)
     starts, complete = user_starts(tokenizer, request.prompts)
     with progress.step(f"load {checkpoint.name}"):
@@ -116,35 +80,35 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
         target = Target(name=checkpoint.name, vocabulary=fingerprint(tokens_of(tokenizer)), weights=weights)
         if request.layout == "pruned":
             return _prune(call, model, work, texts, target, tokenizer, checkpoint.documents)
-        return _train(call, model, work, texts, target, request.layout)
-    except _OutOfTimeError:
+        return _train(call, model, work, texts, target)
+    except OutOfTimeError:
         progress.say(f"the minutes are over; the same command goes on from {request.work}")
         return None
 
 
-def _texts(call: _Call, model: Any, job: WritingJob, work: Work, layers: Sequence[int]) -> list[Texts]:
+def _texts(call: Call, model: Any, job: WritingJob, work: Work, layers: Sequence[int]) -> list[Texts]:
     """Write what text is missing, and compute what features are."""
     request = call.request
     per_shard = request.size.rows * request.size.length
     numbers = range(max(1, round(request.tokens / per_shard)))
     missing = [number for number in numbers if not shard_path(work.texts, number).is_file()]
-    meter = _Meter(call, "write", len(missing) * per_shard)
+    meter = Meter(call, "write", len(missing) * per_shard)
     if missing and not write_shards(
         job, missing, processes=request.threads, out_of_time=call.out_of_time, on_tokens=meter.reached
     ):
-        raise _OutOfTimeError
+        raise OutOfTimeError
     torch.set_num_threads(request.threads)
     folders = [work.features(request.layout, number) for number in numbers]
     left = [(number, folder) for number, folder in zip(numbers, folders, strict=True) if not folder.is_dir()]
-    meter = _Meter(call, "read", len(left) * per_shard)
+    meter = Meter(call, "read", len(left) * per_shard)
     for number, folder in left:
         if call.out_of_time():
-            raise _OutOfTimeError
+            raise OutOfTimeError
         collect(model, read_shard(shard_path(work.texts, number)), layers, folder, meter.add)
     return [load_texts(shard_path(work.texts, number), folder) for number, folder in zip(numbers, folders, strict=True)]
 
 
-def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Target, layout: Layout) -> Path:
+def _train(call: Call, model: Any, work: Work, texts: list[Texts], target: Target) -> Path:
     request = call.request
     matrix = model.get_output_embeddings().weight.detach()
     vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
@@ -154,32 +118,54 @@ def _train(call: _Call, model: Any, work: Work, texts: list[Texts], target: Targ
     embed = model.get_input_embeddings()
     learn = Dataset(texts, embed, vocabulary, held_out=cut, measure=False)
     held = Dataset(texts[:1], embed, vocabulary, held_out=cut, measure=True)
-    head = head_for(model, layout, ffn=request.ffn, seed=request.training.seed)
-    trainer = Trainer(head, learn, rows, request.training)
-    path = work.checkpoint(layout)
-    about = {"tokens": total, "vocabulary": len(vocabulary), "ffn": head.ffn, **asdict(request.training)}
+    trainer, sizes = _trainer(request, model, learn, rows)
+    path = work.checkpoint(request.layout)
+    about = {"tokens": total, "vocabulary": len(vocabulary), **sizes, **asdict(request.training)}
     if path.is_file():
         trainer.restore(path, about)
-    _loop(call, trainer, held, path, about)
+    train_on(call, trainer, held, path, about)
     agreed = trainer.measure(held)
-    card = Card(
-        layout=layout, target=target, layers=feature_layers(model.config, layout), ffn=head.ffn,
-        vocabulary_size=len(vocabulary), coverage=round(coverage(texts, vocabulary), 4), tokens=total,
+    trained = HeadCard(
+        target=target, vocabulary_size=len(vocabulary), coverage=round(coverage(texts, vocabulary), 4), tokens=total,
         updates=trainer.state.update, planned_updates=trainer.state.updates, loss=round(trainer.state.loss, 4),
         agreement=_rounded(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=request.training,
-        command=request.command,
-        tools={name: version(name) for name in _TOOLS},
+        command=request.command, tools={name: version(name) for name in _TOOLS},
     )  # fmt: skip
-    write_head(request.out, layout, trainer.average, vocabulary, card)
+    write_head(request.out, trainer.average, vocabulary, _card(trained, request, trainer, held, model.config))
     call.progress.say(
-        f"head: {request.out.stat().st_size / 1e6:.1f} MB; chains of 5 give {card.block_efficiency:.2f} tokens per "
-        "target call on held-out answers"
+        f"head: {request.out.stat().st_size / 1e6:.1f} MB; chains of {len(agreed)} give "
+        f"{trained.block_efficiency:.2f} tokens per target call on held-out answers"
     )
     return request.out
 
 
+def _trainer(
+    request: DistillRequest, model: Any, learn: Dataset, rows: torch.Tensor
+) -> tuple[Trainer | MedusaTraining, dict[str, int]]:
+    """Return the training of new heads of the layout that is asked for, and the sizes that they have."""
+    if request.layout == "medusa":
+        heads = MedusaHeads(rows.shape[1], num_heads=request.heads, num_blocks=request.blocks)
+        sizes = {"heads": request.heads, "blocks": request.blocks}
+        return MedusaTraining(heads, learn, rows, request.training), sizes
+    assert request.layout != "pruned"
+    head = head_for(model, request.layout, ffn=request.ffn, seed=request.training.seed)
+    return Trainer(head, learn, rows, request.training), {"ffn": head.ffn}
+
+
+def _card(
+    trained: HeadCard, request: DistillRequest, trainer: Trainer | MedusaTraining, held: Dataset, config: Any
+) -> Card | MedusaCard:
+    """Return a head's card, with what only its layout has."""
+    known = {field.name: getattr(trained, field.name) for field in fields(trained)}
+    if isinstance(trainer, MedusaTraining):
+        ranks = by_rank(trainer.ranks(held))
+        return MedusaCard(**known, layout="medusa", heads=request.heads, blocks=request.blocks, ranks=ranks)
+    layout = trainer.head.layout
+    return Card(**known, layout=layout, layers=feature_layers(config, layout), ffn=trainer.head.ffn)
+
+
 def _prune(
-    call: _Call, model: Any, work: Work, texts: list[Texts], target: Target, tokenizer: Any, documents: dict[str, str]
+    call: Call, model: Any, work: Work, texts: list[Texts], target: Target, tokenizer: Any, documents: dict[str, str]
 ) -> Path:
     """Drop layers, heal what is left, and write it; nothing is healed where `epochs` is 0."""
     request, plan = call.request, call.request.training
@@ -198,7 +184,7 @@ def _prune(
     if plan.epochs:
         if path.is_file():
             training.restore(path, about)
-        _loop(call, training, held, path, about)
+        train_on(call, training, held, path, about)
     agreed, state = training.measure(held), training.state
     card = DraftCard(
         target=target, layers=layers, influence=influences, tokens=total, updates=state.update,
@@ -226,50 +212,6 @@ def _healing(
 
 def _rounded(agreed: torch.Tensor) -> tuple[float, ...]:
     return tuple(round(value, 4) for value in by_step(agreed))
-
-
-def _loop(call: _Call, trainer: Training, held: Dataset, path: Path, about: dict[str, Any]) -> None:
-    """Train to the end, or until the minutes are over; report and keep checkpoints on the way."""
-    state = trainer.state
-    meter = _Meter(call, "train", state.updates - state.update, unit="updates")
-    saved = call.clock()
-    while state.update < state.updates and not call.out_of_time():
-        state = trainer.update()
-        meter.add(1, f"loss {state.loss:.3f}")
-        if call.clock() - saved >= _SAVE_S:
-            trainer.save(path, about)
-            agreed = trainer.measure(held)
-            steps = ", ".join(f"{value:.1%}" for value in by_step(agreed))
-            call.progress.say(f"    agreement by step {steps}; tokens per call {block_efficiency(agreed):.2f}")
-            saved = call.clock()
-    trainer.save(path, about)
-
-
-class _Meter:
-    """Says now and then how far a piece of work is, how fast it goes and how long it will take."""
-
-    def __init__(self, call: _Call, title: str, total: int, *, unit: str = "tokens") -> None:
-        self._call, self._title, self._total, self._unit = call, title, total, unit
-        self._begin = self._said = call.clock()
-        self._done = 0
-
-    def add(self, count: int, note: str = "") -> None:
-        """Count something as done."""
-        self.reached(self._done + count, note)
-
-    def reached(self, done: int, note: str = "") -> None:
-        """Set how much is done."""
-        self._done = done
-        now = self._call.clock()
-        if done and now - self._said >= _SAY_S:
-            self._said = now
-            rate = done / (now - self._begin)
-            left = max(0, self._total - done) / rate / 60
-            ending = f", {note}" if note else ""
-            self._call.progress.say(
-                f"  {self._title}: {done:,} of {self._total:,} {self._unit}, {rate:.3g} per second, "
-                f"about {left:.0f} min left{ending}"
-            )
 
 
 def _about_text(request: DistillRequest, weights: str, plan: WritingPlan) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,12 +99,16 @@ class Training(ABC):
 
     def measure(self, dataset: Dataset) -> torch.Tensor:
         """Return over a dataset whether each token of the averaged drafter's chains is the text's: bool [steps, n]."""
+        return self.over(dataset, self._agreement)
+
+    def over(self, dataset: Dataset, measure: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        """Return what `measure` gives of the averaged drafter over the batches of a dataset, side by side."""
         kept = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._put(self.average)
         self._drafter.eval()
         try:
             with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-                parts = [self._agreement(batch) for batch in batches(dataset, num_tokens=self._plan.batch)]
+                parts = [measure(batch) for batch in batches(dataset, num_tokens=self._plan.batch)]
         finally:
             self._put(kept)
         return torch.cat(parts, 1)
@@ -175,7 +180,7 @@ class Trainer(Training):
 
     def __init__(self, head: Head, dataset: Dataset, rows: torch.Tensor, plan: TrainingPlan) -> None:
         super().__init__(head, dataset, plan)
-        self._head, self._rows = head, rows
+        self.head, self._rows = head, rows
 
     def _loss(self, batch: Batch, generator: torch.Generator) -> torch.Tensor:
         """Return the loss with chains that begin at random rows."""
@@ -183,11 +188,11 @@ class Trainer(Training):
         possible = max(0, length - plan.steps + 1)
         starts = torch.randperm(possible, generator=generator)[: math.ceil(plan.chains * length)].sort().values
         options = LossOptions(steps=plan.steps, regression=plan.regression, decay=plan.decay)
-        with unrolling(self._head) as unroll:
+        with unrolling(self.head) as unroll:
             return loss(unroll, batch, self._rows, starts, options)
 
     def _agreement(self, batch: Batch) -> torch.Tensor:
-        with unrolling(self._head) as unroll:
+        with unrolling(self.head) as unroll:
             return agreement(unroll, batch, self._rows, steps=EVALUATED)
 
 

@@ -23,8 +23,8 @@ class Work:
         return self.folder / "texts"
 
     def features(self, layout: str, number: int) -> Path:
-        """Folder of one shard's features; `pruned` learns from those of `eagle`, `eagle3` has its own."""
-        return self.folder / f"features-{'eagle' if layout == 'pruned' else layout}" / f"{number:05d}"
+        """Folder of one shard's features; `eagle3` has its own, all others learn from those of `eagle`."""
+        return self.folder / f"features-{'eagle3' if layout == 'eagle3' else 'eagle'}" / f"{number:05d}"
 
     def checkpoint(self, layout: str) -> Path:
         """File of a training's state."""

@@ -65,7 +65,7 @@ class EagleDrafter:
         logits = head.read(tokens[known + 1 :], self._features[known:end])
         found = self._tree(tokens, limit, logits) if self._is_tree else self._chain(tokens, limit, logits)
         head.rollback(end)
-        return replace(found, confidence=_class(found.confidence))
+        return replace(found, confidence=confidence_class(found.confidence))
 
     def _chain(self, tokens: Sequence[int], limit: int, logits: Logits) -> Proposal:
         """Guess the best token after the best token; `logits` are those after `tokens`."""
@@ -121,6 +121,6 @@ class EagleDrafter:
         return sampler.pick(self._row, position=position)
 
 
-def _class(probability: float) -> float:
-    """Return the middle of the class that a probability belongs to."""
+def confidence_class(probability: float) -> float:
+    """Return the middle of the class that a head's probability belongs to, for `Proposal.confidence`."""
     return (min(int(probability * _CLASSES), _CLASSES - 1) + 0.5) / _CLASSES
