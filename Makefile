@@ -15,7 +15,7 @@ EXPORT_FOR_tensorrt = --dialect tensorrt $(if $(PRECISION),,--precision fp16)
 BUILT_BY = $(if $(BUILDER),--builder $(BUILDER))
 PLAN_FOR_tensorrt = $(RUN)/specrt plan $(BUILT_BY)
 GPU_CHECK := ort-fp16 trt-fp32 trt-fp32-plan trt-fp16-top-k trt-fp16-top-k-plan
-GPU_CHECK_ort-fp16 = --precision fp16
+GPU_CHECK_ort-fp16 = --precision fp16 --head none
 GPU_CHECK_trt-fp32 = --dialect tensorrt
 GPU_CHECK_trt-fp16-top-k = --dialect tensorrt --precision fp16 --output top-k
 READY := $(VENV)/.specrt-ready
@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 artifacts/smollm2-135m/manifest.json: | $(READY)
 	@$(RUN)/specrt export smollm2-135m --out $(@D)
 
-demo: artifacts/smollm2-135m/manifest.json ## Export SmolLM2-135M (once) and generate an answer with n-gram speculation.
+demo: artifacts/smollm2-135m/manifest.json ## Export SmolLM2-135M (once) and generate an answer with speculation.
 	@$(RUN)/specrt generate artifacts/smollm2-135m "$(PROMPT)" --max-tokens 160
 
 test: $(READY) ## Run the tests. ARGS="-m 'not slow'" leaves out those that export the real model.

@@ -22,7 +22,7 @@ _CHUNK = 1 << 22
 class CatalogueEntry:
     """One built-in model: the package (in numbered `parts`, or whole if 0) that carries its weights file.
 
-    head: name of the file in this package's folder `heads` that an export takes along, empty for none.
+    head: name of the file in this package's folder `trained_heads` that an export takes along, empty for none.
     """
 
     description: str
@@ -60,7 +60,7 @@ def catalogue() -> dict[str, CatalogueEntry]:
 def own_head(name: str | None) -> Path | None:
     """Return the head that comes with a built-in model; None for other models and those without one."""
     entry = catalogue().get(name or "")
-    return Path(str(resources.files("specrt_export") / "heads" / entry.head)) if entry and entry.head else None
+    return Path(str(resources.files("specrt_export") / "trained_heads" / entry.head)) if entry and entry.head else None
 
 
 def fetch(entry: CatalogueEntry, cache_dir: Path, on_bytes: Callable[[int], None]) -> Path:

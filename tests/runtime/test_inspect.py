@@ -66,7 +66,7 @@ def test_kv_bytes_are_those_of_the_buffers(tiny_artifact: Path) -> None:
 
 def test_no_engine_is_opened(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_ort, "OrtEngine", None)
-    monkeypatch.setattr(engine_ort, "_open_session", None)
+    monkeypatch.setattr(engine_ort, "open_session", None)
     assert show(tiny_artifact)
 
 
