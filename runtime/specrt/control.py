@@ -26,6 +26,7 @@ RISK = 0.01  # of the time spent, that speculation may lose
 CREDIT = 16  # plain steps; an account never holds more, so that past gains are not gambled away when a text turns hard
 TRUST = 4  # how many observed tokens a drafter's own confidence counts for
 KEEP = 0.9  # weight of what was seen before when the same class is seen again
+KEEP_ALL = 0.97  # the same for proposals of all classes, which say how good one is that is still to be drafted
 FADE = 0.98  # the same for each step that a drafter rests: what is known about it grows old
 PROBE = 16  # steps that a drafter rests after it was found not to pay
 MAX_REJECTED = 8  # steps in a row without an accepted token, after which only free guesses are taken
@@ -149,6 +150,7 @@ class AdaptiveController:
     ) -> None:
         self._costs, self._first, self._max_step_s = costs, first, max_step_s
         self._classes: dict[float, tuple[float, float]] = {}  # confidence -> accepted, seen
+        self._all = 0.0, 0.0  # the same of all classes
         self._latest: float | None = None
         self._token_s = self._proposal_s = 0.0  # of drafting
         self._levels_per_token = 1.0  # less for trees
@@ -164,25 +166,25 @@ class AdaptiveController:
         """Return the tokens per second to expect of k guesses.
 
         confidence, num_levels: of a proposal that is there, whose cost is spent; None for one that is still to be
-        drafted, which is taken to be like the latest.
+        drafted, which is taken to be like those before it.
         """
         drafting = k * self._token_s if confidence is None else 0.0
-        rate = self.rate((self._latest or 0.0) if confidence is None else confidence)
+        rate = self._rate_to_come() if confidence is None else self.rate(confidence)
         levels = k * self._levels_per_token if num_levels is None else num_levels
         return expected_tokens(rate, levels) / (self._costs.of(k + 1) + drafting)
 
     def rate(self, confidence: float) -> float:
         """Return the share of guesses of this confidence to expect accepted where those before them are."""
-        accepted, seen = self._classes.get(confidence, (0.0, 0.0))
-        return (accepted + TRUST * confidence) / (seen + TRUST)
+        return _rate(self._classes.get(confidence, (0.0, 0.0)), confidence)
 
     def stand_by(self) -> None:
         """Take note of a step without this drafter: what is known about it grows old."""
         self._rest = max(0, self._rest - 1)
-        self._classes = {key: (a * FADE, n * FADE) for key, (a, n) in self._classes.items()}
+        self._classes = {key: _fade(counts, FADE) for key, counts in self._classes.items()}
+        self._all = _fade(self._all, FADE)
 
     def limit(self, most: int) -> int:
-        """Return `most` for a drafter that costs nothing, else the k that pays by the latest proposals.
+        """Return `most` for a drafter that costs nothing, else the k that pays by the proposals so far.
 
         Where more must not be risked that is a guess that fills the narrowest call, as often as the account can pay for
         it. The same guess now and then finds out whether a drafter that did not pay does again.
@@ -193,7 +195,7 @@ class AdaptiveController:
             return most
         if self._rest:
             return 0
-        best = self._best(self.rate(self._latest), most, self._token_s, self._levels_per_token)
+        best = self._best(self._rate_to_come(), most, self._token_s, self._levels_per_token)
         if best and self._may_risk():
             return best
         if not best:
@@ -225,10 +227,15 @@ class AdaptiveController:
         self._proposal_s = _follow(self._proposal_s, step.draft_s)
         self._latest = step.proposal.confidence
         self._levels_per_token = step.proposal.num_levels / verified
-        accepted, seen = self._classes.get(self._latest, (0.0, 0.0))
-        tried = step.num_accepted + (step.num_accepted < step.proposal.num_levels)
-        self._classes[self._latest] = accepted * KEEP + step.num_accepted, seen * KEEP + tried
+        accepted, tried = step.num_accepted, step.num_accepted + (step.num_accepted < step.proposal.num_levels)
+        before = self._classes.get(self._latest, (0.0, 0.0))
+        self._classes[self._latest] = _fade(before, KEEP, accepted, tried)
+        self._all = _fade(self._all, KEEP_ALL, accepted, tried)
         self._rejected = 0 if step.num_accepted else self._rejected + 1
+
+    def _rate_to_come(self) -> float:
+        """Return the share to expect of a proposal that is still to be drafted, of which no confidence is known."""
+        return _rate(self._all, self._latest or 0.0)
 
     def _may_risk(self) -> bool:
         return self._account.is_open and self._rejected < MAX_REJECTED
@@ -242,6 +249,16 @@ class AdaptiveController:
     def _within(self, most: int) -> int:
         """Return the largest k up to `most` whose call is short enough."""
         return max((k for k in range(1, most + 1) if self._costs.of(k + 1) <= self._max_step_s), default=0)
+
+
+def _rate(counts: tuple[float, float], confidence: float) -> float:
+    """Return accepted / seen, with a drafter's own confidence for what was not seen yet."""
+    return (counts[0] + TRUST * confidence) / (counts[1] + TRUST)
+
+
+def _fade(counts: tuple[float, float], weight: float, accepted: float = 0.0, seen: float = 0.0) -> tuple[float, float]:
+    """Return counts in which those before have less weight than what was just seen."""
+    return counts[0] * weight + accepted, counts[1] * weight + seen
 
 
 def _follow(known: float, seen: float) -> float:

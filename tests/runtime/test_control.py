@@ -155,6 +155,22 @@ def test_each_class_of_proposals_has_its_own_rate() -> None:
     assert controller.keep(Proposal(tuple(range(9)), confidence=0.8)) == 9
 
 
+def test_an_unsure_proposal_does_not_decide_about_the_next_one() -> None:
+    """Every other guess is unsure and wrong: the next one is as likely to be good as any."""
+    controller, limits = adaptive(), []
+    for number in range(60):
+        limit = controller.limit(MOST)
+        limits.append(limit)
+        proposal = Proposal(tuple(range(limit)), confidence=0.1 if number % 2 else 0.9)
+        controller.learn(
+            Step(
+                proposal=proposal, num_drafted=max(1, limit), num_accepted=0 if number % 2 else limit,
+                draft_s=limit * 0.1 * PLAIN_S, verify_s=CallCosts(CALL_S).of(limit + 1),
+            )
+        )  # fmt: skip
+    assert min(limits) > 0
+
+
 def test_call_costs_follow_what_is_measured_and_keep_their_proportion() -> None:
     costs = CallCosts(CALL_S)
     for _ in range(200):
@@ -262,6 +278,6 @@ def test_trees_to_come_are_taken_to_have_as_many_levels_as_the_latest(parents: t
         controller.learn(Step(proposal=tree, num_drafted=5, num_accepted=1, draft_s=draft_s, verify_s=CALL_S[6]))
     rate, levels = controller.rate(0.5), tree.num_levels
     tokens = 1 + sum(rate**level for level in range(1, levels + 1))
-    assert controller.speed(5) == pytest.approx(tokens / (CALL_S[6] + draft_s), rel=0.01)
+    assert controller.speed(5) == pytest.approx(tokens / (CALL_S[6] + draft_s), rel=0.05)  # all classes forget slower
     assert controller.speed(5, 0.5, num_levels=levels) == pytest.approx(tokens / CALL_S[6], rel=0.01)
     assert controller.limit(MOST) < 9
