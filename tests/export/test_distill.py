@@ -2,14 +2,12 @@
 
 import io
 import itertools
-import json
 import multiprocessing
 import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +16,13 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import tiny
+from distilling import card_of, distill_request
 from specrt_export.checkpoint import resolve
 from specrt_export.cli_distill import distill_command
 from specrt_export.distill.card import fingerprint_of
 from specrt_export.distill.rows import WritingPlan
-from specrt_export.distill.run import DistillRequest, distill
+from specrt_export.distill.run import distill
 from specrt_export.distill.shards import read_shard, shard_path
-from specrt_export.distill.train import TrainingPlan
 from specrt_export.distill.turns import Template
 from specrt_export.distill.workers import WritingJob, write_shards
 from specrt_export.distill.writer import BatchSize
@@ -32,8 +30,6 @@ from specrt_export.errors import ExportError
 from specrt_export.progress import Progress
 
 LAYERS = 8
-TRAINING = TrainingPlan(epochs=6, batch=512, learning_rate=3e-3, warmup=4)
-SIZE = BatchSize(rows=8, length=192)
 PLAN = WritingPlan(template=Template(before=(), between=(), after=(), ends=frozenset()), starts=[[1]], complete=False)
 EAGLE = {
     "d2t", "fc.weight", "fc.bias", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight",
@@ -50,10 +46,7 @@ EAGLE3 = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny.make_model("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
-    prompts = [{"prompt": text} for text in ("the quick brown fox", "def mean(values)", "你好", "over the lazy dog")]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), "utf-8")
-    return folder
+    return tiny.make_model("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +58,6 @@ def threads() -> Iterator[None]:
     signal.signal(signal.SIGTERM, handler)
 
 
-def request(source: Path, folder: Path, **changes: Any) -> DistillRequest:
-    settings: dict[str, Any] = {
-        "model": str(source), "layout": "eagle", "out": folder / "head.safetensors", "work": folder / "work",
-        "tokens": 3000, "cache_dir": folder, "vocabulary_size": 200, "training": TRAINING, "size": SIZE,
-    }  # fmt: skip
-    return DistillRequest(**{**settings, "prompts": source / "prompts.jsonl", **changes})
-
-
 class Log:
     """What was said."""
 
@@ -81,17 +66,12 @@ class Log:
         self.progress = Progress(stream=self.stream)
 
 
-def card_of(head: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(head.with_suffix(".json").read_text("utf-8"))
-    return found
-
-
 @pytest.fixture(scope="module")
 def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that was never interrupted."""
     folder = tmp_path_factory.mktemp("trained")
     log = Log()
-    assert distill(request(source, folder), log.progress) == folder / "head.safetensors"
+    assert distill(distill_request(source, folder), log.progress) == folder / "head.safetensors"
     assert "tokens per target call on held-out answers" in log.stream.getvalue()
     return folder
 
@@ -121,7 +101,7 @@ def test_the_head_learns_to_guess(trained: Path) -> None:
 def test_an_eagle3_head_from_the_same_text(source: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "work" / "texts", tmp_path / "work" / "texts")
     shutil.copy(trained / "work" / "about.json", tmp_path / "work")
-    head = distill(request(source, tmp_path, layout="eagle3", ffn=64), Log().progress)
+    head = distill(distill_request(source, tmp_path, layout="eagle3", ffn=64), Log().progress)
     assert head is not None
     tensors, card = load_file(head), card_of(head)
     assert set(tensors) == EAGLE3
@@ -138,7 +118,7 @@ def test_going_on_after_interrupts_ends_at_the_same_head(source: Path, trained: 
     states: list[int | None] = []
     while not states or states[-1] != card_of(trained / "head.safetensors")["updates"]:
         ticks = itertools.count()
-        wanted = request(source, tmp_path, minutes=1.0)
+        wanted = distill_request(source, tmp_path, minutes=1.0)
         written = distill(wanted, Log().progress, clock=lambda ticks=ticks: 1.5 * next(ticks))
         states.append(None if written is None else card_of(written)["updates"])
         assert len(states) < 12
@@ -155,18 +135,18 @@ def test_only_text_that_is_missing_is_written(source: Path, trained: Path, tmp_p
     before = kept.stat().st_mtime_ns
     gone.unlink()
     (texts / f".{gone.name}.1").write_bytes(b"half")
-    assert distill(request(source, tmp_path, minutes=0), Log().progress) is None
+    assert distill(distill_request(source, tmp_path, minutes=0), Log().progress) is None
     assert not gone.exists()
     log = Log()
-    assert distill(request(source, tmp_path), log.progress) is not None
+    assert distill(distill_request(source, tmp_path), log.progress) is not None
     assert kept.stat().st_mtime_ns == before
     assert read_shard(gone).tokens.tolist() == read_shard(shard_path(trained / "work" / "texts", 1)).tokens.tolist()
     assert sorted(path.name for path in texts.iterdir()) == [kept.name, gone.name]
 
 
 def test_text_is_written_by_several_processes(source: Path, trained: Path, tmp_path: Path) -> None:
-    few = replace(TRAINING, epochs=1)
-    assert distill(request(source, tmp_path, threads=2, training=few), Log().progress) is not None
+    few = replace(distill_request(source, tmp_path).training, epochs=1)
+    assert distill(distill_request(source, tmp_path, threads=2, training=few), Log().progress) is not None
     ours, theirs = (sorted((folder / "work" / "texts").iterdir()) for folder in (tmp_path, trained))
     assert [path.name for path in ours] == ["text-00000.npz", "text-00001.npz"]
     for mine, other in zip(ours, theirs, strict=True):
@@ -184,7 +164,7 @@ def test_what_is_refused(source: Path, trained: Path, tmp_path: Path) -> None:
         ({"prompts": tmp_path / "none"}, "cannot be read as UTF-8"),
     ):
         with pytest.raises(ExportError, match=text):
-            distill(request(source, tmp_path, **changes), Log().progress)
+            distill(distill_request(source, tmp_path, **changes), Log().progress)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
 
 
@@ -193,7 +173,8 @@ def test_a_process_that_fails_is_told(source: Path, tmp_path: Path) -> None:
     (tmp_path / "work" / "texts").mkdir(parents=True)
     checkpoint = resolve(str(shell), revision=None, cache_dir=tmp_path, on_bytes=lambda _: None)
     (shell / "model.safetensors").unlink()
-    job = WritingJob(checkpoint=checkpoint, plan=PLAN, size=SIZE, folder=tmp_path / "work" / "texts", seed=0)
+    size = BatchSize(rows=8, length=192)
+    job = WritingJob(checkpoint=checkpoint, plan=PLAN, size=size, folder=tmp_path / "work" / "texts", seed=0)
     with pytest.raises(ExportError, match="a process that writes text ended with 1"):
         write_shards(job, [0], processes=1, out_of_time=lambda: False, on_tokens=lambda _: None)
     assert not list((tmp_path / "work" / "texts").iterdir())

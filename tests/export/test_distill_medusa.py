@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import tiny
+from distilling import card_of, distill_request
 from specrt_export.cli_distill import distill_command
 from specrt_export.distill.call import DistillRequest
 from specrt_export.distill.card import fingerprint_of
@@ -23,7 +23,6 @@ from specrt_export.distill.loss import Batch
 from specrt_export.distill.medusa import MedusaHeads, by_rank, loss, ranks
 from specrt_export.distill.run import distill
 from specrt_export.distill.train import TrainingPlan
-from specrt_export.distill.writer import BatchSize
 from specrt_export.errors import ExportError
 from specrt_export.head_file import read_head
 from specrt_export.medusa_engine import heads_module
@@ -119,10 +118,7 @@ def test_ranks_are_places_in_the_order_of_each_heads_guesses() -> None:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny.make_model("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
-    prompts = [{"prompt": text} for text in ("the quick brown fox", "def mean(values)", "你好", "over the lazy dog")]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)), "utf-8")
-    return folder
+    return tiny.make_model("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(autouse=True)
@@ -135,23 +131,12 @@ def threads() -> Iterator[None]:
 
 
 def request(source: Path, folder: Path, **changes: Any) -> DistillRequest:
-    settings: dict[str, Any] = {
-        "model": str(source), "layout": "medusa", "out": folder / "head.safetensors", "work": folder / "work",
-        "tokens": 3000, "cache_dir": folder, "vocabulary_size": 200, "size": BatchSize(rows=8, length=192),
-        "training": TrainingPlan(epochs=6, batch=512, learning_rate=3e-3, warmup=4), "heads": HEADS,
-        "prompts": source / "prompts.jsonl",
-    }  # fmt: skip
-    return DistillRequest(**{**settings, **changes})
+    return distill_request(source, folder, **{"layout": "medusa", "heads": HEADS, **changes})
 
 
 def run(wanted: DistillRequest, **clock: Any) -> tuple[Path | None, str]:
     stream = io.StringIO()
     return distill(wanted, Progress(stream=stream), **clock), stream.getvalue()
-
-
-def card_of(head: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(head.with_suffix(".json").read_text("utf-8"))
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The eagle drafter: the guesses that torch makes, the text of plain decoding, and its own KV buffers."""
 
-import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import transformers
 
 import specrt
 import tiny
+from distilling import TEXTS, card_of, trained_head
 from parts import run
 from specrt.acceptance import Proposal
 from specrt.drafters.eagle import EagleDrafter
@@ -21,13 +20,9 @@ from specrt.engine_ort_head import OrtHead
 from specrt.errors import EngineError, ManifestError, RequestError
 from specrt.sampling import Sampler, SamplingParams
 from specrt_export.distill.features import taps, watching
-from specrt_export.distill.run import DistillRequest, distill
-from specrt_export.distill.train import TrainingPlan
 from specrt_export.distill.unroll import unrolling
-from specrt_export.distill.writer import BatchSize
 from specrt_export.eagle_engine import head_module
 from specrt_export.head_file import read_head
-from specrt_export.progress import Progress
 from specrt_profiles.manifest import read_manifest
 from tiny import export_tiny, make_head
 
@@ -35,7 +30,6 @@ LAYERS, V = 8, tiny.VOCAB_SIZE
 FP32 = tiny.profile(draft_precision="fp32", trees=True)
 STRICT: dict[str, Any] = {"tree": True, "strict": True}
 GUMBEL = {"temperature": 0.8, "seed": 7}
-TEXTS = ("the quick brown fox", "def mean(values)", "你好", "over the lazy dog")
 REJECTION = {"temperature": 0.8, "seed": 7, "coupling": "rejection"}
 
 
@@ -48,18 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact with a head that was trained for its target."""
     folder = tmp_path_factory.mktemp("trained")
-    threads = torch.get_num_threads()
-    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TEXTS), "utf-8")
-    head = distill(
-        DistillRequest(
-            model=str(source), layout="eagle", out=folder / "head.safetensors", work=folder / "work", tokens=3000,
-            cache_dir=folder, vocabulary_size=200, size=BatchSize(rows=8, length=192),
-            prompts=folder / "prompts.jsonl",
-            training=TrainingPlan(epochs=6, batch=512, learning_rate=3e-3, warmup=4),
-        ),
-        Progress(stream=io.StringIO()),
-    )  # fmt: skip
-    torch.set_num_threads(threads)
+    head = trained_head(source, folder)
     return export_tiny(source, folder / "out", draft=None, head=head, profile=FP32)
 
 
@@ -201,7 +184,7 @@ def chat(model: specrt.LanguageModel, text: str) -> list[int]:
 
 
 def test_a_trained_head_is_right_as_often_as_its_card_says(model: specrt.LanguageModel) -> None:
-    card = json.loads((model.folder.parent / "head.json").read_text("utf-8"))
+    card = card_of(model.folder.parent / "head.safetensors")
     drafts = accepted = 0
     for text in TEXTS:
         result = model.generate(chat(model, text), max_tokens=80, k=1, drafter="eagle", ignore_eos=True)

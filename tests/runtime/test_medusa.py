@@ -1,7 +1,5 @@
 """The medusa drafter on real engines: guesses of torch, the text of plain decoding, chains and trees, faults."""
 
-import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import transformers
 
 import specrt
 import tiny
+from distilling import TEXTS, card_of, trained_head
 from parts import run
 from specrt.acceptance import Proposal
 from specrt.bench import run_bench
@@ -23,18 +22,12 @@ from specrt.errors import EngineError, ManifestError, RequestError
 from specrt.prompts import BenchPrompt
 from specrt.sampling import Sampler, SamplingParams
 from specrt.trace import run_trace
-from specrt_export.distill.call import DistillRequest
-from specrt_export.distill.run import distill
-from specrt_export.distill.train import TrainingPlan
-from specrt_export.distill.writer import BatchSize
 from specrt_export.head_file import read_head
 from specrt_export.medusa_engine import heads_module
-from specrt_export.progress import Progress
 from specrt_profiles.manifest import read_manifest
 from tiny import export_tiny
 
 V, HEADS = tiny.VOCAB_SIZE, 3
-TEXTS = ("the quick brown fox", "def mean(values)", "你好", "over the lazy dog")
 GUMBEL = {"temperature": 0.8, "seed": 7}
 REJECTION = {"temperature": 1.0, "seed": 7, "coupling": "rejection"}
 PARAMS: list[dict[str, Any]] = [{}, GUMBEL, REJECTION, {"repetition_penalty": 1.3}]
@@ -48,21 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def head(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads that were trained for their target."""
-    folder = tmp_path_factory.mktemp("head")
-    threads = torch.get_num_threads()
-    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TEXTS), "utf-8")
-    written = distill(
-        DistillRequest(
-            model=str(source), layout="medusa", heads=HEADS, out=folder / "head.safetensors", work=folder / "work",
-            tokens=3000, cache_dir=folder, vocabulary_size=200, size=BatchSize(rows=8, length=192),
-            prompts=folder / "prompts.jsonl",
-            training=TrainingPlan(epochs=6, batch=512, learning_rate=3e-3, warmup=4),
-        ),
-        Progress(stream=io.StringIO()),
-    )  # fmt: skip
-    torch.set_num_threads(threads)
-    assert written is not None
-    return written
+    return trained_head(source, tmp_path_factory.mktemp("head"), layout="medusa", heads=HEADS)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["chain", "tree"])
@@ -157,7 +136,7 @@ def chat(model: specrt.LanguageModel, text: str) -> list[int]:
 
 
 def test_trained_heads_are_right_as_often_as_their_card_says(model: specrt.LanguageModel, head: Path) -> None:
-    card = json.loads(head.with_suffix(".json").read_text("utf-8"))
+    card = card_of(head)
     drafts = accepted = 0
     for text in TEXTS:
         result = model.generate(chat(model, text), max_tokens=40, k=1, drafter="medusa")
