@@ -316,7 +316,7 @@ def test_what_is_refused(source: Path, healed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--drafter", "pruned", "--ffn", "64"], "--ffn is of heads"),
+        (["--drafter", "pruned", "--ffn", "64"], "--ffn is of eagle heads"),
         (["--layers", "4"], "--layers needs --drafter pruned"),
         (["--epochs", "0"], "--epochs 0 needs --drafter pruned"),
     ],

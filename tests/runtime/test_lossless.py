@@ -147,9 +147,7 @@ def test_a_parameter_works_the_same_with_every_drafter(
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.05}, {"temperature": 0.05, "coupling": "rejection"}])
-@pytest.mark.parametrize(
-    ("name", "drafter"), [*(("", name) for name in DRAFTERS), ("eagle", "eagle"), ("medusa", "medusa")]
-)
+@pytest.mark.parametrize(("name", "drafter"), [*(("", name) for name in DRAFTERS), ("medusa", "medusa")])
 def test_speculation_does_happen(
     model: LanguageModel, headed: dict[str, LanguageModel], name: str, drafter: str, options: dict[str, Any]
 ) -> None:

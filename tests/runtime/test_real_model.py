@@ -12,6 +12,7 @@ import specrt
 from copies import copy_artifact, draft_with_target
 from real import Recorder, exported, random_draft, smollm
 from specrt.prompts import load_prompts
+from specrt_export.catalogue import own_head
 from specrt_profiles.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ MAX_TOKENS = 20
 
 @pytest.fixture(scope="module")
 def artifacts(real_folder: Path) -> dict[str, Path]:
-    """SmolLM2-135M at fp32 and int4, each with itself at int4 or random weights as draft; at int8 without a draft."""
+    """SmolLM2-135M at fp32 and int4, each with itself at int4 or random weights as draft; at int8 with its head."""
     folder, source, adversary = real_folder, str(smollm(real_folder)), str(random_draft(real_folder))
     fp32 = exported(folder, "smollm2-fp32", "smollm2-135m", draft=source)
     int4 = exported(folder, "smollm2-int4", source, precision="int4")
@@ -32,7 +33,9 @@ def artifacts(real_folder: Path) -> dict[str, Path]:
     return {
         "fp32": fp32,
         "int4": folder / "smollm2-int4-self",
-        "int8": exported(folder, "smollm2-int8", source, precision="int8"),
+        "int8": exported(
+            folder, "smollm2-int8-head", source, head=own_head("smollm2-135m"), precision="int8", draft_precision="int8"
+        ),
         "fp32, random draft": exported(folder, "smollm2-fp32-random", None, draft=adversary, add_to=fp32),
         "int4, random draft": random,
         "tensorrt": exported(folder, "smollm2-tensorrt-fp32", source, dialect="tensorrt", capacity=512),
@@ -65,6 +68,22 @@ def settings(model: specrt.LanguageModel) -> list[tuple[str, int]]:
     if "random" in model.manifest.engines["draft"].model.name:
         return [("model", k) for k in (1, 5, 15)]
     return list(itertools.product(["ngram", "suffix", "model"], KS))
+
+
+def test_the_head_of_the_default_model_changes_nothing_but_the_speed(
+    artifacts: dict[str, Path], machine_cache: Path
+) -> None:
+    stats = []
+    with specrt.load(artifacts["int8"], cache_dir=machine_cache) as model:
+        for prompt in PROMPTS[::2]:
+            messages, options = [{"role": "user", "content": prompt}], {"max_tokens": 40, "logprobs": 1}
+            for sampling in ({}, {"temperature": 0.8, "seed": 1}):
+                plain = model.generate(messages, k=0, **options, **sampling)
+                for drafter, k in (("eagle", 3), ("eagle", "auto"), ("combined", "auto")):
+                    found = model.generate(messages, k=k, drafter=drafter, **options, **sampling)
+                    assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+                    stats += [found.stats] if (drafter, k) == ("eagle", 3) else []
+    assert sum(s.num_tokens for s in stats) > 1.4 * sum(s.num_steps for s in stats)
 
 
 def test_greedy_ids_and_logits_are_bitwise_those_of_plain_decoding(model: specrt.LanguageModel) -> None:
