@@ -1,6 +1,7 @@
 """Fixtures: tiny exported models for every run, the real default model for the slow tests."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,3 +107,14 @@ def tiny_model(tiny_artifact: Path, machine_cache: Path) -> Iterator[specrt.Lang
     """The tiny artifact, loaded."""
     with specrt.load(tiny_artifact, cache_dir=machine_cache) as model:
         yield model
+
+
+@pytest.fixture
+def training_settings() -> Iterator[None]:
+    """Put back what a training sets: number of threads, signal handler."""
+    import torch
+
+    before, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    yield
+    torch.set_num_threads(before)
+    signal.signal(signal.SIGTERM, handler)

@@ -45,14 +45,3 @@ def best_tree(ranks: Sequence[Sequence[float]], *, size: int) -> tuple[Node, ...
         found.append(node)
         add(-chance, node)
     return tuple(found)
-
-
-def expected_accepted(tree: Sequence[Node], ranks: Sequence[Sequence[float]]) -> float:
-    """Return how many tokens of a tree are accepted on average if ranks are right independently of each other."""
-    total = 0.0
-    for node in tree:
-        chance = 1.0
-        for head, rank in zip(ranks, node, strict=False):
-            chance *= head[rank] if rank < len(head) else 0.0
-        total += chance
-    return total

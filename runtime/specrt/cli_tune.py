@@ -56,8 +56,10 @@ def tune(
         given["max_step_ms"] = max_step_ms
     with load(artifact, device=device, threads=threads) as model:
         manifest = model.manifest
-        names = drafters or tuple(name for name in manifest.drafter_names if not manifest.reads_target(name))
-        runs = num_runs(len(texts), len(names), len(model.target.verify_widths), repeats)
+        heads_run = model.target.features is not None
+        names = drafters or [n for n in manifest.drafter_names if heads_run or not manifest.reads_target(n)]
+        live = [name for name in names if manifest.reads_target(name)]
+        runs = num_runs(len(texts), len(names) - len(live), len(model.target.verify_widths), repeats, len(live))
         with options.progress(runs) as advance:
             report = run_tune(
                 model, texts, drafters=names, repeats=repeats, options=given,

@@ -4,7 +4,8 @@ A step that verifies k tokens costs D + T(k + 1) seconds (D for drafting, T for 
 k + 1 rows) and gives E = 1 + p + ... + p^k tokens, if each is accepted with probability p (Leviathan, Kalman and Matias
 2023, equation 1). The adaptive controller takes the k with most tokens per second. Three things keep it from losing:
 
-* p is learned for each class of proposals on its own: a drafter says how sure it is, which is where p starts.
+* p is learned for each class of proposals on its own: a drafter says how sure it is, which is where p starts. How many
+  tokens to draft is decided before that is known, by all proposals so far.
 * Guesses that the narrowest call has room for are always taken from drafters that cost nothing. They tell when the text
   gets easy again.
 * An account: a step pays in what it gained over plain decoding, or takes out what it lost. Where it is empty, nothing

@@ -23,7 +23,6 @@ from specrt_profiles.tensors import ELEMENT_BYTES
 ALIGNMENT = 256  # bytes: what TensorRT asks of every address; the driver's own allocations have it
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-_FREE_MEMORY = "free memory on it, or export with a smaller --capacity"
 _RELOAD = "close the artifact and load it again"
 _NO_DEVICE = "run it on a machine with an NVIDIA GPU and its driver, or load an artifact of ONNX graphs with device cpu"
 

@@ -4,7 +4,8 @@
 2. The target writes each prompt's text once, plainly.
 3. Every drafter replays the texts at every k of the ladder and with adaptive k (`specrt.replay`): how many tokens each
    step would have brought is exact, drafters are timed as they run, calls cost what they were measured to.
-4. The best few and plain decoding run for real, alternating; the fastest is the choice.
+4. The best few and plain decoding run for real, alternating, and with adaptive k the drafters that cannot be replayed,
+   because they read what the target computes; the fastest is the choice.
 """
 
 import math
@@ -46,15 +47,17 @@ PLAIN = Setting(drafter="none", k=0)
 class TunedRow:
     """One setting. Tokens per second: predicted by replay, over all texts and by category; measured where it was run.
 
+    predicted: None, and by_category empty, for a drafter that cannot be replayed.
+
     formula, popular: speedups over plain by `specrt.cost_model`, from the shares of accepted positions at the largest
     k, and by the formula that leaves out half of it; None for adaptive k.
 
-    tokens_per_step and draft_s (seconds of drafting per step) are the replay's. speedup: measured over plain, if it was
-    run, else predicted. spread: (slowest - fastest) / median of the measured repeats.
+    tokens_per_step and draft_s (seconds of drafting per step) are the replay's if there was one. speedup: measured over
+    plain, if it was run, else predicted. spread: (slowest - fastest) / median of the measured repeats.
     """
 
     setting: Setting
-    predicted: float
+    predicted: float | None
     by_category: dict[str, float]
     tokens_per_step: float
     draft_s: float
@@ -63,6 +66,11 @@ class TunedRow:
     measured: float | None = None
     spread: float | None = None
     speedup: float = 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What was measured, else predicted."""
+        return self.measured or self.predicted or 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +111,8 @@ def run_tune(
         texts.append(_write(model, prompt, options, chat=chat))
         on_run()
     ks: list[int | Literal["auto"]] = [*(width - 1 for width in call_s), "auto"]
+    live = [Setting(drafter=name, k="auto") for name in drafters if model.manifest.reads_target(name)]
+    drafters = [name for name in drafters if not model.manifest.reads_target(name)]
     settings = [PLAIN, *(Setting(drafter=name, k=k) for name in drafters for k in ks)]
     replayed: dict[Setting, list[Statistics]] = {}
     for setting in settings:
@@ -115,10 +125,10 @@ def run_tune(
         for s in settings
         if s not in too_slow
     ]
-    rows.sort(key=lambda row: -row.predicted)
-    finalists = [PLAIN, *[row.setting for row in rows if row.setting != PLAIN][:CONFIRMED]]
+    rows.sort(key=lambda row: -row.tokens_per_s)
+    finalists = [PLAIN, *[row.setting for row in rows if row.setting != PLAIN][:CONFIRMED], *live]
     done = _confirm(model, texts, rows, finalists, options, repeats=repeats, on_run=on_run)
-    choice = max((row for row in done if row.measured is not None), key=lambda row: row.measured or 0.0).setting
+    choice = max((row for row in done if row.measured is not None), key=lambda row: row.tokens_per_s).setting
     return TuneReport(
         call_s=call_s, max_step_ms=options.get("max_step_ms"),
         acceptance={name: _accepted(replayed[Setting(drafter=name, k=ks[-2])]) for name in drafters},
@@ -126,9 +136,9 @@ def run_tune(
     )  # fmt: skip
 
 
-def num_runs(num_prompts: int, num_drafters: int, num_widths: int, repeats: int) -> int:
-    """Return at most how often `run_tune` calls `on_run`."""
-    return num_prompts + 1 + num_drafters * (num_widths + 1) + num_prompts * repeats * (CONFIRMED + 1)
+def num_runs(num_prompts: int, num_drafters: int, num_widths: int, repeats: int, num_live: int = 0) -> int:
+    """Return at most how often `run_tune` calls `on_run`; num_live: drafters beside the others, not to be replayed."""
+    return num_prompts + 1 + num_drafters * (num_widths + 1) + num_prompts * repeats * (CONFIRMED + 1 + num_live)
 
 
 def format_report(report: TuneReport) -> str:
@@ -140,10 +150,10 @@ def format_report(report: TuneReport) -> str:
     head = "setting          predicted  measured  speedup  tokens/step  draft ms  spread  formula  k a/(1+c)"
     lines += ["", head, "-" * len(head)]
     for row in report.rows:
-        measured = "-" if row.measured is None else f"{row.measured:.1f}"
+        predicted, measured = ("-" if rate is None else f"{rate:.1f}" for rate in (row.predicted, row.measured))
         spread = "-" if row.spread is None else f"{row.spread:.0%}"
         lines.append(
-            f"{row.setting!s:<15} {row.predicted:>10.1f} {measured:>9} {row.speedup:>7.2f}x "
+            f"{row.setting!s:<15} {predicted:>10} {measured:>9} {row.speedup:>7.2f}x "
             f"{row.tokens_per_step:>12.2f} {1e3 * row.draft_s:>9.2f} {spread:>7} "
             f"{_times(row.formula):>8} {_times(row.popular):>10}"
         )
@@ -199,26 +209,33 @@ def _confirm(
 ) -> tuple[TunedRow, ...]:  # fmt: skip
     """Run the finalists for real, one after the other on each text; return all rows, those with what was measured."""
     seconds: dict[Setting, list[list[float]]] = {setting: [] for setting in finalists}
+    latest: dict[Setting, list[Statistics]] = {setting: [] for setting in finalists}
     for text in texts:
-        runs: dict[Setting, list[float]] = {setting: [] for setting in finalists}
+        runs: dict[Setting, list[Statistics]] = {setting: [] for setting in finalists}
         for _ in range(repeats):
             for setting in finalists:
-                runs[setting].append(_run(model, text, setting, options).decode_s)
+                runs[setting].append(_run(model, text, setting, options))
                 on_run()
         for setting in finalists:
-            seconds[setting].append(runs[setting])
+            seconds[setting].append([stats.decode_s for stats in runs[setting]])
+            latest[setting].append(runs[setting][-1])
+    known = {row.setting for row in rows}
+    rows = [
+        *rows,
+        *(replace(_row(s, latest[s], texts), predicted=None, by_category={}) for s in finalists if s not in known),
+    ]
     tokens = sum(len(text.token_ids) for text in texts)
     rates = {s: tokens / sum(statistics.median(run) for run in seconds[s]) for s in finalists}
-    plain = next(row.predicted for row in rows if row.setting == PLAIN)
+    plain = next(row.tokens_per_s for row in rows if row.setting == PLAIN)
     done = []
     for row in rows:
         if row.setting not in rates:
-            done.append(replace(row, speedup=row.predicted / plain))
+            done.append(replace(row, speedup=row.tokens_per_s / plain))
             continue
         spread = statistics.median((max(run) - min(run)) / statistics.median(run) for run in seconds[row.setting])
         rate = rates[row.setting]
         done.append(replace(row, measured=rate, spread=spread, speedup=rate / rates[PLAIN]))
-    return tuple(sorted(done, key=lambda row: -(row.measured or row.predicted)))
+    return tuple(sorted(done, key=lambda row: -row.tokens_per_s))
 
 
 def _row(setting: Setting, stats: Sequence[Statistics], texts: Sequence[_Text]) -> TunedRow:

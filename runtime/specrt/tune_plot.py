@@ -16,7 +16,7 @@ def write_plot(report: TuneReport, path: Path) -> None:
     figure = Figure(figsize=(8, 1.5 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     places = range(len(rows))
-    axes.barh(places, [row.predicted for row in rows], color="C0", alpha=0.4, label="predicted by replay")
+    axes.barh(places, [row.predicted or 0.0 for row in rows], color="C0", alpha=0.4, label="predicted by replay")
     measured = [(place, row.measured) for place, row in zip(places, rows, strict=True) if row.measured is not None]
     axes.plot([rate for _, rate in measured], [place for place, _ in measured], "D", color="C3", label="measured")
     axes.set_yticks(places, [str(row.setting) for row in rows])

@@ -4,8 +4,6 @@ import io
 import itertools
 import multiprocessing
 import shutil
-import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,19 +41,12 @@ EAGLE3 = {
     "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight",
 }  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("training_settings")
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Put back what training sets: number of threads, signal handler."""
-    before, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
-    yield
-    torch.set_num_threads(before)
-    signal.signal(signal.SIGTERM, handler)
 
 
 class Log:

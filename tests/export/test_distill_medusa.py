@@ -3,8 +3,6 @@
 import io
 import itertools
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,8 @@ from specrt_export.progress import Progress
 
 LAYERS = 4
 HEADS = 3
+
+pytestmark = pytest.mark.usefixtures("training_settings")
 
 
 def random_heads(*, num_heads: int = 3, num_blocks: int = 2) -> MedusaHeads:
@@ -119,15 +119,6 @@ def test_ranks_are_places_in_the_order_of_each_heads_guesses() -> None:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Put back what training sets: number of threads, signal handler."""
-    before, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
-    yield
-    torch.set_num_threads(before)
-    signal.signal(signal.SIGTERM, handler)
 
 
 def request(source: Path, folder: Path, **changes: Any) -> DistillRequest:

@@ -3,8 +3,9 @@
 import io
 import itertools
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from specrt_export.head_file import read_head
 from specrt_export.heads import prepare_head
 from specrt_export.medusa_engine import heads_module
 from specrt_export.medusa_file import MedusaFile
-from specrt_export.medusa_tree import best_tree, expected_accepted, published_tree
+from specrt_export.medusa_tree import Node, best_tree, published_tree
 from specrt_export.progress import Progress
 from specrt_export.shared import stored
 from specrt_export.weights import Chosen
@@ -332,6 +333,14 @@ def all_trees(size: int, num_heads: int, num_ranks: int) -> set[frozenset[tuple[
             if len(node) < num_heads and (*node, rank) not in tree
         }
     return found
+
+
+def expected_accepted(tree: Sequence[Node], ranks: Sequence[Sequence[float]]) -> float:
+    """Return how many tokens of a tree are accepted on average if ranks are right independently of each other."""
+    return sum(
+        math.prod(head[rank] if rank < len(head) else 0.0 for head, rank in zip(ranks, node, strict=False))
+        for node in tree
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

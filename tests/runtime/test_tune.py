@@ -42,11 +42,30 @@ def test_every_drafter_is_tried_at_every_k_and_the_best_few_run_for_real(report:
     assert len(measured) == tune.CONFIRMED + 1
     assert PLAIN in measured
     assert report.choice == max(measured, key=lambda setting: measured[setting])
-    predicted = sorted((row.predicted for row in report.rows if row.setting != PLAIN), reverse=True)
+    predicted = sorted((row.predicted or 0.0 for row in report.rows if row.setting != PLAIN), reverse=True)
     assert {r.predicted for r in report.rows if r.measured and r.setting != PLAIN} == set(predicted[: tune.CONFIRMED])
     assert set(report.call_s) == {2, 4, 6, 10, 16}
     assert all(0 <= share <= 1 for shares in report.acceptance.values() for share in shares)
     assert next(row for row in report.rows if row.setting == PLAIN).speedup == 1
+
+
+def test_drafters_that_cannot_be_replayed_run_for_real(trees_artifact: Path, tmp_path: Path) -> None:
+    runs: list[int] = []
+    with specrt.load(trees_artifact, cache_dir=tmp_path) as model:
+        found = run_tune(
+            model, PROMPTS, drafters=("ngram", "eagle", "combined"), repeats=2, chat=False,
+            options={"max_tokens": 12, "temperature": 0.0}, on_run=lambda: runs.append(1),
+        )  # fmt: skip
+        assert len(runs) == num_runs(len(PROMPTS), 1, len(model.target.verify_widths), 2, 2)
+    rows = {row.setting: row for row in found.rows}
+    for name in ("eagle", "combined"):
+        row = rows[Setting(drafter=name, k="auto")]
+        assert (row.predicted, row.by_category) == (None, {})
+        assert row.measured is not None
+        assert row.tokens_per_step >= 1
+        assert sum(setting.drafter == name for setting in rows) == 1
+    assert found.choice == max(rows.values(), key=lambda row: row.measured or 0).setting
+    assert "eagle k=auto             -" in format_report(found)
 
 
 def test_steps_that_take_too_long_are_not_chosen(tiny_model: specrt.LanguageModel) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +28,6 @@ class TextShard:
 def shard_path(folder: Path, index: int) -> Path:
     """Return where shard `index` lies."""
     return folder / f"text-{index:05d}{_SUFFIX}"
-
-
-def written_shards(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield number and path of the shards there are, in order."""
-    for path in sorted(folder.glob(f"text-*{_SUFFIX}")):
-        if path.stem[5:].isdigit():
-            yield int(path.stem[5:]), path
 
 
 def write_shard(path: Path, shard: TextShard) -> None:
