@@ -17,6 +17,7 @@ Examples:
   specrt distill smollm2-135m -o heads/smollm2.safetensors
   specrt distill ./my-model --drafter eagle3 --prompts questions.jsonl -o heads/mine.safetensors
   specrt distill smollm2-135m --drafter medusa --heads 4 -o heads/smollm2-medusa.safetensors
+  specrt distill smollm2-135m --drafter early-exit --layers 12 -o heads/smollm2-exit.safetensors
   specrt distill smollm2-135m --drafter pruned --layers 8 -o drafts/smollm2-8
   specrt distill smollm2-135m --tokens 100000 --minutes 30 -o heads/trial.safetensors""")  # fmt: skip
 @click.argument("model")
@@ -29,10 +30,10 @@ Examples:
 )
 @click.option(
     "--drafter",
-    type=click.Choice(["eagle", "eagle3", "medusa", "pruned"]),
+    type=click.Choice(["eagle", "eagle3", "medusa", "early-exit", "pruned"]),
     default="eagle",
     show_default=True,
-    help="A head's layout, or MODEL with fewer layers.",
+    help="A head's layout, MODEL's own first layers, or MODEL with fewer layers.",
 )
 @click.option("--heads", type=click.IntRange(1, 16), help="How many medusa heads.  [default: 4]")
 @click.option(
@@ -46,15 +47,21 @@ Examples:
 )
 @click.option("--minutes", type=click.FloatRange(min=0), help="End after this time; the same command goes on.")
 @click.option(
-    "--epochs", type=click.IntRange(min=0), help="Times the text is read; 0 only prunes.  [default: 8, pruned: 3]"
+    "--epochs",
+    type=click.IntRange(min=0),
+    help="Times the text is read; 0 only prunes.  [default: 8, early-exit: 4, pruned: 3]",
 )
-@click.option("--layers", type=click.IntRange(min=2), help="Layers of a pruned draft.  [default: a quarter of MODEL's]")
+@click.option(
+    "--layers",
+    type=click.IntRange(min=1),
+    help="Layers of a pruned draft, or before an early exit.  [default: a quarter of MODEL's; the best exit]",
+)
 @click.option(
     "--vocabulary",
     type=click.IntRange(min=2),
     default=6144,
     show_default=True,
-    help="Tokens the head can guess, or that a pruned draft is healed for above all.",
+    help="Tokens the head can guess, or that an early exit or pruned draft is healed for above all.",
 )
 @click.option("--ffn", type=click.IntRange(min=1), help="Width of the feed-forward layer.  [default: MODEL's]")
 @click.option("--threads", type=click.IntRange(min=1), help="Processor cores to use.  [default: all]")
@@ -63,9 +70,9 @@ Examples:
     "--cache-dir", type=click.Path(path_type=Path), default=default_cache_dir, help="Where built-in models are kept."
 )
 def distill_command(
-    model: str, out: Path, drafter: Literal["eagle", "eagle3", "medusa", "pruned"], heads: int | None, tokens: int,
-    prompts: Path | None, work: Path | None, minutes: float | None, epochs: int | None, layers: int | None,
-    vocabulary: int, ffn: int | None, threads: int | None, revision: str | None, cache_dir: Path,
+    model: str, out: Path, drafter: Literal["eagle", "eagle3", "medusa", "early-exit", "pruned"], heads: int | None,
+    tokens: int, prompts: Path | None, work: Path | None, minutes: float | None, epochs: int | None,
+    layers: int | None, vocabulary: int, ffn: int | None, threads: int | None, revision: str | None, cache_dir: Path,
 ) -> None:  # fmt: skip
     """Train a drafter head for MODEL, or a draft of fewer layers, without a data set.
 
@@ -73,23 +80,29 @@ def distill_command(
     what it computes anyway. Everything is kept in the work folder, so that the same command goes on after an
     interrupt. Prints the file written to standard output; beside it lies a card, .json, with how well the head guesses.
 
+    With --drafter early-exit MODEL's own first layers guess; what is trained is a map from the state after them to what
+    MODEL's output layer reads.
+
     With --drafter pruned the layers that change least are dropped, and what is left learns to say what MODEL says.
     OUT is a transformers directory then, for 'specrt export MODEL --draft OUT'; its card is draft.json.
     """
-    if drafter in ("medusa", "pruned") and ffn is not None:
+    if drafter in ("medusa", "early-exit", "pruned") and ffn is not None:
         raise click.UsageError(f"--ffn is of eagle heads: --drafter {drafter} has none of its own")
     if drafter != "medusa" and heads is not None:
         raise click.UsageError("--heads needs --drafter medusa")
-    if drafter != "pruned" and (layers is not None or epochs == 0):
-        raise click.UsageError(f"{'--layers' if epochs != 0 else '--epochs 0'} needs --drafter pruned")
+    if drafter not in ("early-exit", "pruned") and layers is not None:
+        raise click.UsageError("--layers needs --drafter early-exit or pruned")
+    if drafter != "pruned" and epochs == 0:
+        raise click.UsageError("--epochs 0 needs --drafter pruned")
     begin()
     from specrt_export.distill.call import NUM_HEADS, DistillRequest
+    from specrt_export.distill.exit import EXIT_HEALING
     from specrt_export.distill.heal import HEALING
     from specrt_export.distill.run import distill
     from specrt_export.distill.train import TrainingPlan
     from specrt_export.progress import Progress
 
-    plan = HEALING if drafter == "pruned" else TrainingPlan()
+    plan = {"early-exit": EXIT_HEALING, "pruned": HEALING}.get(drafter, TrainingPlan())
     request = DistillRequest(
         model=model, layout=drafter, out=out, work=work or out.with_suffix(".work"), tokens=tokens, prompts=prompts,
         minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, heads=heads or NUM_HEADS, layers=layers,

@@ -65,8 +65,7 @@ def fit_exits(
     translator has none. Raises `ExportError` for layers that there are not and for fewer than two texts,
     `UnsupportedModelError` for a model without a usual list of layers and one final norm.
     """
-    total = len(decoder_layers(model))
-    chosen = exit_layers(model) if layers is None else tuple(check_exit(model, layer) for layer in layers)
+    chosen, total = check_exits(model, layers), len(decoder_layers(model))
     if len(texts) < 2 or not all(texts):
         raise ExportError(f"expected two texts or more to fit exits on, none of them empty, found {len(texts)}")
     norm = final_norm(model)
@@ -91,22 +90,20 @@ def best_exit(measures: Sequence[ExitMeasure]) -> ExitMeasure:
     return max(measures, key=lambda measure: (measure.speedup, -measure.layer))
 
 
-def exit_layers(model: Any) -> tuple[int, ...]:
-    """Return after how many layers a model may have an exit."""
+def check_exits(model: Any, layers: Sequence[int] | None) -> Sequence[int]:
+    """Return `layers`, or after how many layers a model may have an exit if they are left out.
+
+    Raises `ExportError` for layers after which there is none, `UnsupportedModelError` for a model that has none at all.
+    """
     total = len(decoder_layers(model))
     if total < 2:
         raise UnsupportedModelError(f"an early exit needs a model of 2 layers or more, found {total}")
-    return tuple(range(1, total))
-
-
-def check_exit(model: Any, layer: int) -> int:
-    """Return `layer`; raises `ExportError` when a model has no exit after that many layers."""
-    possible = exit_layers(model)
-    if layer not in possible:
+    final_norm(model)
+    if wrong := [layer for layer in layers or () if not 1 <= layer < total]:
         raise ExportError(
-            f"expected an early exit after 1 to {possible[-1]} of the model's {len(possible) + 1} layers, found {layer}"
+            f"expected an early exit after 1 to {total - 1} of the model's {total} layers, found {wrong[0]}"
         )
-    return layer
+    return range(1, total) if layers is None else layers
 
 
 def predicted_speedup(agreement: float, cost: float, k: int) -> float:
@@ -117,6 +114,19 @@ def predicted_speedup(agreement: float, cost: float, k: int) -> float:
     makes the lower layers whole again: 1 + k c in all, as with a draft of cost c (arXiv 2211.17192, theorem 3.8).
     """
     return sum(agreement**length for length in range(k + 1)) / (1 + k * cost)
+
+
+def best_chain(agreement: float, cost: float) -> tuple[int, float]:
+    """Return the number of guesses, at most 15, with the largest predicted speedup, and that."""
+    k = max(range(1, _LONGEST + 1), key=lambda k: predicted_speedup(agreement, cost, k))
+    return k, predicted_speedup(agreement, cost, k)
+
+
+def exit_cost(model: Any, layer: int, *, translated: bool) -> float:
+    """Return the cost of a guess after `layer` layers, see `ExitMeasure`; translated: with a translator."""
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in decoder_layers(model)]
+    rows, hidden = model.get_output_embeddings().weight.shape
+    return float((sum(sizes[:layer]) + translated * hidden**2 + rows * hidden) / (sum(sizes) + rows * hidden))
 
 
 def final_norm(model: Any) -> Any:
@@ -164,7 +174,7 @@ def fit_translator(given: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Ten
     size = len(products)
     products.diagonal().add_(_PRIOR * float(products.trace()) / (len(rows) * size) + 1e-12)
     turn = torch.cholesky_solve(rows.T @ aims, torch.linalg.cholesky(products))
-    return (turn + torch.eye(size)).float(), (shift - mean @ turn).float()
+    return (turn + torch.eye(size)).float().contiguous(), (shift - mean @ turn).float()
 
 
 def _states(
@@ -206,12 +216,8 @@ def _share(right: torch.Tensor) -> float:
 
 
 def _measure(model: Any, head: ExitHead, agreement: float, plain: float) -> ExitMeasure:
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
-    matrix = int(model.get_output_embeddings().weight.numel())
-    own = 0 if head.translator is None else head.translator.numel()
-    cost = (sum(sizes[: head.layer]) + own + matrix) / (sum(sizes) + matrix)
-    k = max(range(1, _LONGEST + 1), key=lambda k: predicted_speedup(agreement, cost, k))
-    speedup = predicted_speedup(agreement, cost, k)
+    cost = exit_cost(model, head.layer, translated=head.translator is not None)
+    k, speedup = best_chain(agreement, cost)
     return ExitMeasure(
         layer=head.layer, agreement=agreement, plain_agreement=plain, cost=cost, speedup=speedup, k=k
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A head reads the target's embedding and, unless it brings `lm_head.weight`, rows of the target's output matrix. `d2t`
 says which token each row of its own stands for: as in published heads by what has to be added to the row's number, or
-by the token's id. Medusa's layouts are in `medusa_file`.
+by the token's id. Medusa's layouts are in `medusa_file`, early exits in `exit_file`.
 """
 
 import json
@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 from accelerate import init_empty_weights
 
-from specrt_export.distill.card import Card, MedusaCard, card_path, published_name
+from specrt_export.distill.card import Card, ExitCard, MedusaCard, card_path, published_name
 from specrt_export.distill.head import Head, Layout
 from specrt_export.errors import ExportError, UnsupportedModelError
+from specrt_export.exit_file import ExitFile, is_exit, read_exit
 from specrt_export.head_tensors import HeadFile, read_tensors, take, token_ids
 from specrt_export.medusa_file import MedusaFile, is_medusa, read_medusa
 from specrt_profiles.codec import decode
@@ -33,13 +34,18 @@ class EagleFile(HeadFile):
     matrix: torch.Tensor | None
 
 
-def read_head(path: Path, config: Any, *, vocab_size: int) -> EagleFile | MedusaFile:
+def read_head(path: Path, config: Any, *, vocab_size: int) -> EagleFile | MedusaFile | ExitFile:
     """Read a head for the target that `config` describes; raises `ExportError` for anything that is not one."""
     tensors, card = read_tensors(path), _read_card(path)
     layout = _layout(path, tensors)
     if card is not None and card.layout != layout:
         kind = f"a {layout}" if layout == "medusa" else f"an {layout}"
         raise ExportError(f"{card_path(path)}: expected the card of {kind} head, found {card.layout}")
+    if layout == "early-exit":
+        return read_exit(
+            path, tensors, hidden_size=int(config.hidden_size), num_layers=int(config.num_hidden_layers),
+            card=card if isinstance(card, ExitCard) else None,
+        )  # fmt: skip
     if layout == "medusa":
         return read_medusa(
             path, tensors, hidden_size=int(config.hidden_size), vocab_size=vocab_size,
@@ -74,7 +80,7 @@ def _read_eagle(
     )  # fmt: skip
 
 
-def _read_card(path: Path) -> Card | MedusaCard | None:
+def _read_card(path: Path) -> Card | MedusaCard | ExitCard | None:
     card = card_path(path)
     if not card.exists():
         return None
@@ -82,16 +88,18 @@ def _read_card(path: Path) -> Card | MedusaCard | None:
         data = json.loads(card.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ExportError(f"{card}: not readable as a head's card ({error}): copy it again, or delete it") from None
-    if isinstance(data, dict) and data.get("layout") == "medusa":
-        return decode(MedusaCard, data, where=str(card), error=ExportError)
-    return decode(Card, data, where=str(card), error=ExportError)
+    kinds: dict[Any, type[Card | MedusaCard | ExitCard]] = {"medusa": MedusaCard, "early-exit": ExitCard}
+    kind = kinds.get(data.get("layout"), Card) if isinstance(data, dict) else Card
+    return decode(kind, data, where=str(card), error=ExportError)
 
 
-def _layout(path: Path, tensors: Mapping[str, torch.Tensor]) -> Layout | Literal["medusa"]:
+def _layout(path: Path, tensors: Mapping[str, torch.Tensor]) -> Layout | Literal["medusa", "early-exit"]:
     if any(name.startswith("midlayer.") for name in tensors):
         return "eagle3"
     if any(name.startswith("layers.0.") for name in tensors):
         return "eagle"
     if is_medusa(tensors):
         return "medusa"
+    if is_exit(tensors):
+        return "early-exit"
     raise ExportError(f"{path}: expected the layer of an EAGLE head or Medusa heads, found {sorted(tensors)[:3]}")

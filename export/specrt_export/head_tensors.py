@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from specrt_export.distill.card import HeadCard, fingerprint_of
+from specrt_export.distill.card import TrainedCard, fingerprint_of
 from specrt_export.errors import ExportError
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -31,7 +31,7 @@ class HeadFile:
     path: Path
     tensors: Mapping[str, torch.Tensor]
     token_ids: NDArray[np.int64] | None
-    card: HeadCard | None
+    card: TrainedCard | None
 
     def check_target(self, model: Any, name: str) -> None:
         """Raise `ExportError` if there is a card that names another target."""

@@ -8,6 +8,7 @@ from specrt_export.decoder import Dialect
 from specrt_export.distill.card import MedusaCard
 from specrt_export.distill.features import taps
 from specrt_export.eagle_engine import EagleRequest
+from specrt_export.exit_file import ExitFile
 from specrt_export.head_engine import HeadRequest
 from specrt_export.head_file import read_head
 from specrt_export.head_graph import trace_head
@@ -25,6 +26,7 @@ def prepare_head(path: Path, config: Any, dims: DecoderDims, profile: Profile, d
     Raises `ExportError` for a file that is no head for such a target.
     """
     head = read_head(path, config, vocab_size=dims.vocab_size)
+    assert not isinstance(head, ExitFile)
     guessable = dims.vocab_size if head.token_ids is None else len(head.token_ids)
     trees, widest = profile.trees, profile.verify_widths[-1]
     profile = replace(profile, precision=profile.draft_precision, kv_precision="same", trees=False, output="logits")

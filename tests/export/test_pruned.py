@@ -21,7 +21,7 @@ import tiny
 from specrt_export.cli_distill import distill_command
 from specrt_export.distill.data import Dataset, load_texts
 from specrt_export.distill.features import collect, decoder_layers
-from specrt_export.distill.heal import HEALING, Healing, HealingTexts, chains
+from specrt_export.distill.heal import HEALING, HealingTexts, PrunedHealing, chains
 from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_layers
 from specrt_export.distill.rows import FIXED, GREEDY, SAMPLED, USER
 from specrt_export.distill.run import DistillRequest, distill
@@ -140,7 +140,9 @@ def test_chains_are_cut_at_rows_that_do_not_count() -> None:
     assert chains(right[:, :2], counts[:, :2], steps=3).shape == (3, 0)
 
 
-def healing(model: Any, folder: Path, plan: TrainingPlan, *, layers: tuple[int, ...]) -> tuple[Healing, HealingTexts]:
+def healing(
+    model: Any, folder: Path, plan: TrainingPlan, *, layers: tuple[int, ...]
+) -> tuple[PrunedHealing, HealingTexts]:
     text = shard([40, 30, 40, 50])
     folder.mkdir(exist_ok=True)
     write_shard(shard_path(folder, 0), text)
@@ -149,7 +151,7 @@ def healing(model: Any, folder: Path, plan: TrainingPlan, *, layers: tuple[int, 
     embed, matrix = model.get_input_embeddings(), model.get_output_embeddings().weight.detach()
     vocabulary = np.arange(0, 384, 2)
     learn, held = (HealingTexts(parts, embed, vocabulary, held_out=70, measure=measure) for measure in (False, True))
-    return Healing(pruned(model, layers), learn, matrix, vocabulary, plan), held
+    return PrunedHealing(pruned(model, layers), learn, matrix, vocabulary, plan), held
 
 
 def test_agreement_is_that_of_the_drafts_own_words(model: Any, tmp_path: Path) -> None:
@@ -317,7 +319,7 @@ def test_what_is_refused(source: Path, healed: Path, tmp_path: Path) -> None:
     ("words", "text"),
     [
         (["--drafter", "pruned", "--ffn", "64"], "--ffn is of eagle heads"),
-        (["--layers", "4"], "--layers needs --drafter pruned"),
+        (["--layers", "4"], "--layers needs --drafter early-exit or pruned"),
         (["--epochs", "0"], "--epochs 0 needs --drafter pruned"),
     ],
 )

@@ -21,13 +21,14 @@ class DistillRequest:
     """What drafter to train for which model.
 
     layout: of a head, whose file `out` is, or `pruned`, whose folder it is. heads, blocks: of `medusa`, how many heads
-    of how many blocks each. layers: of a pruned draft, a quarter of the model's if left out. tokens: to be written in
+    of how many blocks each. layers: of a pruned draft, a quarter of the model's if left out, or those before an
+    early exit, chosen by measuring if left out. tokens: to be written in
     all. work: where text, features and checkpoints are kept. minutes: after which this call ends, finished or not.
     command: how it was called, for the card.
     """
 
     model: str
-    layout: Layout | Literal["medusa", "pruned"]
+    layout: Layout | Literal["medusa", "early-exit", "pruned"]
     out: Path
     work: Path
     tokens: int

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,10 @@ from safetensors.torch import save_file
 from specrt_export.distill.head import Layout
 from specrt_export.distill.train import TrainingPlan
 from specrt_export.errors import ExportError
+from specrt_export.exit_fit import ExitHead
 from specrt_profiles.codec import encode
 
+_TOOLS = ("specrt", "torch", "transformers")
 _LAYER = {"eagle": "layers.0.", "eagle3": "midlayer."}
 
 
@@ -81,6 +84,29 @@ class MedusaCard(HeadCard):
     ranks: tuple[tuple[float, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCard(TrainedCard):
+    """What an early exit is, and how good it was before.
+
+    layer: how many run before it. cost: of a guess (`exit_fit.ExitMeasure`); speedup: predicted from it and from
+    `agreement`, with chains of `k`. agreement_plain: without a translator; agreement_before: in closed form.
+    """
+
+    layout: Literal["early-exit"]
+    layer: int
+    cost: float
+    speedup: float
+    k: int
+    agreement_plain: tuple[float, ...]
+    agreement_before: tuple[float, ...]
+    block_efficiency_before: float
+
+
+def tools() -> dict[str, str]:
+    """Return the versions of what trains."""
+    return {name: version(name) for name in _TOOLS}
+
+
 def card_path(head: Path) -> Path:
     """Return where a head's card lies."""
     return head.with_suffix(".json")
@@ -104,10 +130,24 @@ def write_head(
     """
     tensors = {published_name(card.layout, name): tensor.bfloat16() for name, tensor in weights.items()}
     tensors["d2t"] = torch.from_numpy(vocabulary - np.arange(len(vocabulary)))
+    _write(path, tensors, card, {})
+
+
+def write_exit(path: Path, head: ExitHead, card: ExitCard) -> None:
+    """Write an early exit that has a translator, in bfloat16, then the card; see `exit_file`."""
+    assert head.translator is not None
+    assert head.bias is not None
+    tensors = {"translator.weight": head.translator.bfloat16(), "translator.bias": head.bias.bfloat16()}
+    _write(path, tensors, card, {"layer": str(head.layer)})
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], card: TrainedCard, meta: Mapping[str, str]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}")
     text = part.with_suffix(".json")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, part, metadata={"format": "pt", **meta}
+        )
         text.write_text(json.dumps(encode(card), indent=2) + "\n", "utf-8")
         part.replace(path)
         text.replace(card_path(path))

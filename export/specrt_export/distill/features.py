@@ -19,6 +19,7 @@ from specrt_export.distill.shards import TextShard
 from specrt_export.errors import UnsupportedModelError
 
 _BATCH = 2048  # tokens
+_LARGEST = 65504.0  # of float16: the first tokens of a text may have states beyond
 _TOLERANCE = 2e-2  # of the largest logit: bfloat16 has 8 bits
 
 
@@ -108,7 +109,7 @@ def collect(
             where = places[places >= 0]
             maps["last"][where] = seen["last"][real].half().numpy()
             if layers:
-                joined = torch.cat([seen[str(layer)] for layer in layers], -1)
+                joined = torch.cat([seen[str(layer)] for layer in layers], -1).clamp(-_LARGEST, _LARGEST)
                 maps["features"][where] = joined[real].half().numpy()
             on_tokens(len(where))
     for array in maps.values():

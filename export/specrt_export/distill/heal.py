@@ -1,18 +1,21 @@
-"""Healing: a pruned model learns to say what the target says, from the text that the target wrote.
+"""Healing: a part of a model learns to say what the target says, from the text that the target wrote.
 
 What is learned from is what the target's output matrix read after each token, the same that heads learn from. The draft
 shares that matrix, so that it has to reproduce this vector: the loss is the cross entropy to the target's distribution
 over its most frequent tokens and some others, drawn anew for each update, and the distance between the two vectors.
 """
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn.functional import linear, log_softmax, smooth_l1_loss
 
-from specrt_export.distill.data import Dataset
+from specrt_export.distill.data import Dataset, Texts, draft_vocabulary
 from specrt_export.distill.features import padded
 from specrt_export.distill.loss import Batch
 from specrt_export.distill.train import EVALUATED, Training, TrainingPlan
@@ -26,28 +29,43 @@ class HealingTexts(Dataset):
     """The same texts, read as an ordinary language model does: row i reads token i and predicts token i + 1."""
 
     def batch(self, number: int, documents: NDArray[np.int64]) -> Batch:
-        """Read the documents' tokens; `embeddings` are the tokens' own and `following` their ids."""
+        """Read the documents' tokens; `embeddings` and `features` are the tokens' own and `following` their ids."""
         part = self._texts[number]
         ids, places = padded(part.text, documents)
         now, after = places[:, :-1], places[:, 1:]
         weights = np.where(after >= 0, self._table[part.text.roles[after]], 0.0)
         with torch.no_grad():
             embeddings = self._embed(torch.from_numpy(ids[:, :-1]))
-        last = torch.from_numpy(part.features.last[np.where(after >= 0, now, 0)]).to(embeddings.dtype)
+        now = np.where(after >= 0, now, 0)
+        features, last = (
+            torch.from_numpy(array[now]).to(embeddings.dtype) for array in (part.features.features, part.features.last)
+        )
         return Batch(
-            embeddings=embeddings, features=last, wanted=last, following=torch.from_numpy(ids[:, 1:]),
+            embeddings=embeddings, features=features, wanted=last, following=torch.from_numpy(ids[:, 1:]),
             weights=torch.from_numpy(weights.astype(np.float32)),
         )  # fmt: skip
 
 
+def healing_texts(
+    model: Any, texts: Sequence[Texts], vocabulary_size: int, *, held_out: int
+) -> tuple[HealingTexts, HealingTexts, NDArray[np.int64]]:
+    """Return texts to learn from and to be measured on, and the ids of the `vocabulary_size` most frequent tokens."""
+    embed = model.get_input_embeddings()
+    vocabulary = draft_vocabulary(texts, vocabulary_size, num_tokens=len(model.get_output_embeddings().weight))
+    learn = HealingTexts(texts, embed, vocabulary, held_out=held_out, measure=False)
+    held = HealingTexts(texts[:1], embed, vocabulary, held_out=held_out, measure=True)
+    return learn, held, vocabulary
+
+
 class Healing(Training):
-    """Training of a pruned model; `matrix` [V, H] is the target's output matrix, `vocabulary` the frequent ids."""
+    """Training of what ends in the target's output matrix `matrix` [V, H]; `vocabulary` are the frequent ids."""
 
     def __init__(
-        self, draft: Any, dataset: Dataset, matrix: torch.Tensor, vocabulary: NDArray[np.int64], plan: TrainingPlan
-    ) -> None:
-        super().__init__(draft, dataset, plan)
-        self._decoder, self._matrix = draft.base_model, matrix
+        self, drafter: nn.Module, dataset: Dataset, matrix: torch.Tensor, vocabulary: NDArray[np.int64],
+        plan: TrainingPlan,
+    ) -> None:  # fmt: skip
+        super().__init__(drafter, dataset, plan)
+        self._matrix = matrix
         self._vocabulary = torch.from_numpy(vocabulary)
         others = torch.ones(len(matrix), dtype=torch.bool)
         others[self._vocabulary] = False
@@ -70,8 +88,17 @@ class Healing(Training):
         picked = torch.cat([linear(part, self._matrix).argmax(-1) for part in parts])
         return chains(picked.view(out.shape[:2]) == batch.following, batch.weights > 0, steps=EVALUATED)
 
+    @abstractmethod
     def _read(self, batch: Batch) -> torch.Tensor:
-        found: torch.Tensor = self._decoder(inputs_embeds=batch.embeddings.float(), use_cache=False).last_hidden_state
+        """Return what the output matrix reads, [B, T, H]."""
+
+
+class PrunedHealing(Healing):
+    """Training of a pruned model."""
+
+    def _read(self, batch: Batch) -> torch.Tensor:
+        decoder: Any = self._drafter.base_model
+        found: torch.Tensor = decoder(inputs_embeds=batch.embeddings.float(), use_cache=False).last_hidden_state
         return found
 
 

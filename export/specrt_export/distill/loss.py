@@ -70,10 +70,9 @@ def agreement(unroll: Unroll, batch: Batch, rows: torch.Tensor, *, steps: int) -
     return torch.stack(found)
 
 
-def by_step(agreed: torch.Tensor) -> list[float]:
+def by_step(agreed: torch.Tensor) -> tuple[float, ...]:
     """Return the share of right tokens of each step, from `agreement` [steps, n]; nothing when there are none."""
-    found: list[float] = agreed.float().mean(1).tolist() if agreed.shape[1] else []
-    return found
+    return tuple(round(share, 4) for share in agreed.float().mean(1).tolist()) if agreed.shape[1] else ()
 
 
 def block_efficiency(agreed: torch.Tensor) -> float:

@@ -4,7 +4,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from importlib.metadata import version
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,15 @@ from specrt_export.distill.card import (
     Target,
     check_head_path,
     fingerprint_of,
+    tools,
     write_head,
 )
 from specrt_export.distill.data import Dataset, Texts, coverage, draft_vocabulary, load_texts
 from specrt_export.distill.draft import DraftCard, check_draft_path, write_draft
+from specrt_export.distill.exit import heal_exit, open_exit
 from specrt_export.distill.features import check_output, collect
 from specrt_export.distill.head import feature_layers, head_for
-from specrt_export.distill.heal import Healing, HealingTexts
+from specrt_export.distill.heal import PrunedHealing, healing_texts
 from specrt_export.distill.loss import block_efficiency, by_step
 from specrt_export.distill.medusa import MedusaHeads, MedusaTraining, by_rank
 from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_layers
@@ -38,13 +39,13 @@ from specrt_export.distill.train import Trainer
 from specrt_export.distill.turns import tasks, template_of, user_starts
 from specrt_export.distill.work import Work, open_work
 from specrt_export.distill.workers import WritingJob, write_shards
+from specrt_export.exit_fit import check_exits
 from specrt_export.progress import Progress
 from specrt_export.tokenizer import load_tokenizer, tokens_of
 from specrt_profiles.vocabulary import fingerprint
 
 _HELD_OUT = 24_000  # tokens at most, and no more than a sixteenth of all
 _INFLUENCE = 4096  # tokens that the influence of layers is measured over
-_TOOLS = ("specrt", "torch", "transformers")
 _TEXT = "The quick brown fox jumps over the lazy dog"
 
 
@@ -62,7 +63,8 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
     support.model_class(config)
     if request.layout == "pruned":
         resolve_layers(request.layers, int(config.num_hidden_layers))  # text takes hours: refuse before
-    layers = feature_layers(config, "eagle3") if request.layout == "eagle3" else ()
+    if request.layout == "eagle3":
+        feature_layers(config, "eagle3")
     tokenizer = load_tokenizer(checkpoint)
     starts, complete = user_starts(tokenizer, request.prompts)
     with progress.step(f"load {checkpoint.name}"):
@@ -70,24 +72,24 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
         weights = fingerprint_of(model)
         check_output(model, tokenizer.encode(_TEXT))
         decoder_layers(model)
+        if request.layout == "early-exit":
+            check_exits(model, None if request.layers is None else [request.layers])
     template = template_of(tokenizer, model.generation_config.eos_token_id)
     about, fence = tasks(tokenizer) if template.between and not complete else ([], -1)
     plan = WritingPlan(template=template, starts=starts, complete=complete, tasks=about, fence=fence)
     work = open_work(request.work, _about_text(request, weights, plan))
     job = WritingJob(checkpoint=checkpoint, plan=plan, size=request.size, folder=work.texts, seed=request.training.seed)
     try:
-        texts = _texts(call, model.to(torch.bfloat16), job, work, layers)
+        shards = _written(call, job, work)
         target = Target(name=checkpoint.name, vocabulary=fingerprint(tokens_of(tokenizer)), weights=weights)
-        if request.layout == "pruned":
-            return _prune(call, model, work, texts, target, tokenizer, checkpoint.documents)
-        return _train(call, model, work, texts, target)
+        return _learned(call, model.to(torch.bfloat16), work, shards, target, tokenizer, checkpoint.documents)
     except OutOfTimeError:
         progress.say(f"the minutes are over; the same command goes on from {request.work}")
         return None
 
 
-def _texts(call: Call, model: Any, job: WritingJob, work: Work, layers: Sequence[int]) -> list[Texts]:
-    """Write what text is missing, and compute what features are."""
+def _written(call: Call, job: WritingJob, work: Work) -> list[Path]:
+    """Write what text is missing; return all shards."""
     request = call.request
     per_shard = request.size.rows * request.size.length
     numbers = range(max(1, round(request.tokens / per_shard)))
@@ -98,14 +100,40 @@ def _texts(call: Call, model: Any, job: WritingJob, work: Work, layers: Sequence
     ):
         raise OutOfTimeError
     torch.set_num_threads(request.threads)
-    folders = [work.features(request.layout, number) for number in numbers]
-    left = [(number, folder) for number, folder in zip(numbers, folders, strict=True) if not folder.is_dir()]
-    meter = Meter(call, "read", len(left) * per_shard)
-    for number, folder in left:
+    return [shard_path(work.texts, number) for number in numbers]
+
+
+def _learned(
+    call: Call, model: Any, work: Work, shards: Sequence[Path], target: Target, tokenizer: Any,
+    documents: dict[str, str],
+) -> Path:  # fmt: skip
+    """Read the text, and make what is asked for."""
+    layout = call.request.layout
+    if layout == "early-exit":
+        start = open_exit(call, model, work, read_shard(shards[0]))
+        texts = _read(call, model, work, shards, (start.layer,), kind=f"exit-{start.layer}")
+        return heal_exit(call, model, work, texts, start, target, held_out=_held_out(texts))
+    if layout == "eagle3":
+        texts = _read(call, model, work, shards, feature_layers(model.config, layout), kind=layout)
+    else:
+        texts = _read(call, model, work, shards, (), kind="eagle")
+    if layout == "pruned":
+        return _prune(call, model, work, texts, target, tokenizer, documents)
+    return _train(call, model, work, texts, target)
+
+
+def _read(
+    call: Call, model: Any, work: Work, shards: Sequence[Path], layers: Sequence[int], *, kind: str
+) -> list[Texts]:  # fmt: skip
+    """Compute what features of a kind are missing, the inputs of `layers`."""
+    folders = [work.features(kind, number) for number in range(len(shards))]
+    left = [(path, folder) for path, folder in zip(shards, folders, strict=True) if not folder.is_dir()]
+    meter = Meter(call, "read", len(left) * call.request.size.rows * call.request.size.length)
+    for path, folder in left:
         if call.out_of_time():
             raise OutOfTimeError
-        collect(model, read_shard(shard_path(work.texts, number)), layers, folder, meter.add)
-    return [load_texts(shard_path(work.texts, number), folder) for number, folder in zip(numbers, folders, strict=True)]
+        collect(model, read_shard(path), layers, folder, meter.add)
+    return [load_texts(path, folder) for path, folder in zip(shards, folders, strict=True)]
 
 
 def _train(call: Call, model: Any, work: Work, texts: list[Texts], target: Target) -> Path:
@@ -113,8 +141,7 @@ def _train(call: Call, model: Any, work: Work, texts: list[Texts], target: Targe
     matrix = model.get_output_embeddings().weight.detach()
     vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
     rows = matrix[torch.from_numpy(vocabulary)]
-    total = sum(len(part.text.tokens) for part in texts)
-    cut = min(_HELD_OUT, total // 16)
+    total, cut = sum(len(part.text.tokens) for part in texts), _held_out(texts)
     embed = model.get_input_embeddings()
     learn = Dataset(texts, embed, vocabulary, held_out=cut, measure=False)
     held = Dataset(texts[:1], embed, vocabulary, held_out=cut, measure=True)
@@ -128,8 +155,8 @@ def _train(call: Call, model: Any, work: Work, texts: list[Texts], target: Targe
     trained = HeadCard(
         target=target, vocabulary_size=len(vocabulary), coverage=round(coverage(texts, vocabulary), 4), tokens=total,
         updates=trainer.state.update, planned_updates=trainer.state.updates, loss=round(trainer.state.loss, 4),
-        agreement=_rounded(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=request.training,
-        command=request.command, tools={name: version(name) for name in _TOOLS},
+        agreement=by_step(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=request.training,
+        command=request.command, tools=tools(),
     )  # fmt: skip
     write_head(request.out, trainer.average, vocabulary, _card(trained, request, trainer, held, model.config))
     call.progress.say(
@@ -148,6 +175,7 @@ def _trainer(
         sizes = {"heads": request.heads, "blocks": request.blocks}
         return MedusaTraining(heads, learn, rows, request.training), sizes
     assert request.layout != "pruned"
+    assert request.layout != "early-exit"
     head = head_for(model, request.layout, ffn=request.ffn, seed=request.training.seed)
     return Trainer(head, learn, rows, request.training), {"ffn": head.ffn}
 
@@ -173,7 +201,9 @@ def _prune(
     layers = kept_layers(influences, resolve_layers(request.layers, len(influences) + 1))
     draft = pruned(model, layers)
     total = sum(len(part.text.tokens) for part in texts)
-    training, held = _healing(model, draft, texts, request, held_out=min(_HELD_OUT, total // 16))
+    learn, held, vocabulary = healing_texts(model, texts, request.vocabulary_size, held_out=_held_out(texts))
+    matrix = model.get_output_embeddings().weight.detach()
+    training = PrunedHealing(draft, learn, matrix, vocabulary, plan)
     before = training.measure(held)
     call.progress.say(
         f"layers {', '.join(map(str, layers))} of {len(influences) + 1}; greedy chains of 5 give "
@@ -189,9 +219,9 @@ def _prune(
     card = DraftCard(
         target=target, layers=layers, influence=influences, tokens=total, updates=state.update,
         planned_updates=state.updates, loss=None if isnan(state.loss) else round(state.loss, 4),
-        agreement_before=_rounded(before), block_efficiency_before=round(block_efficiency(before), 3),
-        agreement=_rounded(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=plan,
-        command=request.command, tools={name: version(name) for name in _TOOLS},
+        agreement_before=by_step(before), block_efficiency_before=round(block_efficiency(before), 3),
+        agreement=by_step(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=plan,
+        command=request.command, tools=tools(),
     )  # fmt: skip
     write_draft(request.out, draft, training.average, card, tokenizer=tokenizer, documents=documents)
     if plan.epochs:
@@ -199,19 +229,8 @@ def _prune(
     return request.out
 
 
-def _healing(
-    model: Any, draft: Any, texts: list[Texts], request: DistillRequest, *, held_out: int
-) -> tuple[Healing, HealingTexts]:
-    """Return the training of a pruned model, and what it is measured on."""
-    embed, matrix = model.get_input_embeddings(), model.get_output_embeddings().weight.detach()
-    vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
-    learn = HealingTexts(texts, embed, vocabulary, held_out=held_out, measure=False)
-    held = HealingTexts(texts[:1], embed, vocabulary, held_out=held_out, measure=True)
-    return Healing(draft, learn, matrix, vocabulary, request.training), held
-
-
-def _rounded(agreed: torch.Tensor) -> tuple[float, ...]:
-    return tuple(round(value, 4) for value in by_step(agreed))
+def _held_out(texts: Sequence[Texts]) -> int:
+    return min(_HELD_OUT, sum(len(part.text.tokens) for part in texts) // 16)
 
 
 def _about_text(request: DistillRequest, weights: str, plan: WritingPlan) -> dict[str, Any]:

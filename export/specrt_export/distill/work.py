@@ -22,9 +22,9 @@ class Work:
         """Folder of the written text."""
         return self.folder / "texts"
 
-    def features(self, layout: str, number: int) -> Path:
-        """Folder of one shard's features; `eagle3` has its own, all others learn from those of `eagle`."""
-        return self.folder / f"features-{'eagle3' if layout == 'eagle3' else 'eagle'}" / f"{number:05d}"
+    def features(self, kind: str, number: int) -> Path:
+        """Folder of one shard's features of a kind."""
+        return self.folder / f"features-{kind}" / f"{number:05d}"
 
     def checkpoint(self, layout: str) -> Path:
         """File of a training's state."""
