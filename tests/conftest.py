@@ -61,7 +61,7 @@ def trees_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("trees")
     head = tiny.make_head(tiny_source, folder / "head.safetensors", "eagle", d2t=False)
     profile = tiny.profile(trees=True, draft_precision="fp32")
-    return export_tiny(tiny_source, folder / "tiny", draft=None, head=head, profile=profile)
+    return export_tiny(tiny_source, folder / "tiny", draft=None, heads=(head,), profile=profile)
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +70,19 @@ def medusa_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory)
     folder = tmp_path_factory.mktemp("medusa")
     head = tiny.make_medusa(tiny_source, folder / "head.safetensors", matrices=0, scale=0.02)
     profile = tiny.profile(draft_precision="fp32", trees=True)
-    return export_tiny(tiny_source, folder / "tiny", draft=None, head=head, profile=profile)
+    return export_tiny(tiny_source, folder / "tiny", draft=None, heads=(head,), profile=profile)
+
+
+@pytest.fixture(scope="session")
+def exit_artifact(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That Llama with an early exit after the first of its two layers, and trees, and both kinds of heads."""
+    folder = tmp_path_factory.mktemp("exit")
+    heads = (
+        tiny.make_head(tiny_source, folder / "eagle.safetensors", "eagle", d2t=False),
+        tiny.make_medusa(tiny_source, folder / "medusa.safetensors", matrices=0, scale=0.02),
+    )
+    profile = tiny.profile(draft_precision="fp32", trees=True)
+    return export_tiny(tiny_source, folder / "tiny", draft=None, heads=heads, profile=profile, early_exit=1)
 
 
 @pytest.fixture(scope="session")

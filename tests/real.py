@@ -15,7 +15,7 @@ from specrt_profiles.profile import load_profile
 
 
 def exported(
-    folder: Path, name: str, model: str | None, *, draft: str = "ngram", head: Path | None = None,
+    folder: Path, name: str, model: str | None, *, draft: str = "ngram", heads: tuple[Path, ...] = (),
     add_to: Path | None = None, **profile: object,
 ) -> Path:  # fmt: skip
     """Return the artifact `name` in `folder`, exporting it if it is not there."""
@@ -23,7 +23,7 @@ def exported(
     if not (out / "manifest.json").is_file():
         chosen = load_profile("cpu", **profile)
         request = ExportRequest(
-            model=model, draft=draft, head=head, profile=chosen, out=out, cache_dir=default_cache_dir(), add_to=add_to
+            model=model, draft=draft, heads=heads, profile=chosen, out=out, cache_dir=default_cache_dir(), add_to=add_to
         )  # fmt: skip
         export(request, Progress())
     return out

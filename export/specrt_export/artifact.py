@@ -4,25 +4,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from specrt_export import support
 from specrt_export.checkpoint import resolve
 from specrt_export.decoder import Dialect
 from specrt_export.dialect_ort import OrtDialect
 from specrt_export.dialect_trt import TensorrtDialect
-from specrt_export.engine import EngineRequest, build_engine
+from specrt_export.engine import build_engine
+from specrt_export.engine_request import EngineRequest
 from specrt_export.errors import ExportError
 from specrt_export.estimate import estimate, show_bytes
 from specrt_export.generation import generation_defaults
 from specrt_export.head_engine import HeadRequest, TargetParts, build_head, drafter_of
-from specrt_export.heads import prepare_head
+from specrt_export.heads import Readers, prepare_readers
 from specrt_export.parity import most_rows
 from specrt_export.progress import Progress
 from specrt_export.staging import check_disk, check_output, link_files, list_files, staging
 from specrt_export.target_graph import trace
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
-from specrt_profiles.drafter import MODEL_FREE, DrafterSpec
+from specrt_export.trimmed import read_draft_tokens
+from specrt_profiles.drafter import EARLY_EXIT, MODEL_FREE, DrafterSpec
 from specrt_profiles.files import check_hashes
 from specrt_profiles.generation import write_generation
 from specrt_profiles.manifest import COMBINED, TOKENIZER_FILE, Manifest, read_manifest, write_manifest
@@ -32,6 +36,7 @@ from specrt_profiles.vocabulary import check_draft_vocabulary, tokens_by_id
 NO_ENGINE = (*MODEL_FREE, "none")  # values of `draft` that need no exported engine
 _TOOLS = ("specrt", "torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime")
 _MODEL_DRAFTER = "model"
+_DRAFT_TOKENS = "draft.tokens.npy"
 _PRECISIONS: dict[DialectName, tuple[Precision, ...]] = {  # ONNX Runtime's CPU provider has no products in bfloat16
     "ort": ("fp32", "fp16", "int8", "int4"),
     "tensorrt": ("fp32", "fp16", "bf16", "int8", "int4"),
@@ -43,9 +48,9 @@ _DIALECTS: dict[str, Callable[[Profile], Dialect]] = {"ort": OrtDialect, "tensor
 class ExportRequest:
     """What to export and where to.
 
-    `draft` is `ngram`, `suffix`, `none` or a model, None for `combined` with a head, else `ngram`. `head` is the file
-    of a head for the target. With `add_to`, `model` is None: the artifact there is copied to `out` and the copy gets
-    the drafter.
+    `draft` is `ngram`, `suffix`, `none` or a model, None for `combined` with a head, else `ngram`. `heads` are files of
+    heads for the target. `early_exit` is the number of layers before an early exit, None for none unless one of `heads`
+    is one. With `add_to`, `model` is None: the artifact there is copied to `out` and the copy gets the drafter.
     """
 
     model: str | None
@@ -56,7 +61,8 @@ class ExportRequest:
     revision: str | None = None
     add_to: Path | None = None
     overwrite: bool = False
-    head: Path | None = None
+    heads: tuple[Path, ...] = ()
+    early_exit: int | Literal["auto"] | None = None
 
 
 def export(request: ExportRequest, progress: Progress) -> Path:
@@ -81,7 +87,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     tokenizer = load_tokenizer(target.checkpoint) if target is not None else None
     if draft is not None:
         known = _tokens_in(request.add_to, base) if target is None else tokens_of(tokenizer)[: target.dims.vocab_size]
-        check_draft_vocabulary(known, tokens_of(load_tokenizer(draft.checkpoint)), draft_rows=draft.dims.vocab_size)
+        check_draft_vocabulary(known, tokens_of(load_tokenizer(draft.checkpoint)), draft_rows=draft.embedding_rows)
     check_disk(request.out, sum(engine.num_bytes for engine in (target, draft) if engine is not None))
     with staging(request.out) as folder:
         if target is not None:
@@ -93,7 +99,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
             manifest = base
         if draft is not None:
             manifest = _build_draft(manifest, draft, folder, progress)
-        default = _MODEL_DRAFTER if draft is not None else request.draft or (COMBINED if request.head else "ngram")
+        default = _MODEL_DRAFTER if draft is not None else request.draft or (COMBINED if manifest.heads else "ngram")
         write_manifest(folder, replace(manifest, default_drafter=default, files=list_files(folder, manifest.files)))
         read_manifest(folder)
     return request.out
@@ -109,10 +115,16 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
     if name == "draft" and longest is not None:
         profile = replace(profile, capacity=min(profile.capacity, longest))
     dims = support.check_supported(checkpoint, config, profile)
-    dialect, head = _DIALECTS[profile.dialect](profile), None
-    if request.head is not None and name == "target":
-        head = prepare_head(request.head, config, dims, profile, dialect)
-        dims = replace(dims, feature_size=head.dims.feature_size)
+    dialect = _DIALECTS[profile.dialect](profile)
+    mine = Readers()
+    if name == "target":
+        mine = prepare_readers(request.heads, request.early_exit, config, dims, profile, dialect)
+    if mine.heads:
+        dims = replace(dims, feature_size=mine.heads[0].dims.feature_size)
+    embedding_rows = dims.vocab_size
+    known = read_draft_tokens(checkpoint.directory, vocab_size=embedding_rows) if name == "draft" else None
+    if known is not None:
+        dims = replace(dims, vocab_size=len(known))
     window = support.narrow_window(config, profile)
     tied = bool(getattr(config, "tie_word_embeddings", True))
     sizes = estimate(checkpoint, dims, profile, tied=tied, num_rows=most_rows(profile, window=window))
@@ -122,10 +134,12 @@ def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, pr
         f"tokens, peak memory of this export about {show_bytes(sizes.peak_memory)}"
     )
     with progress.step(f"{name}: trace the graph"):
-        traced = trace(config, dims, profile, dialect, taps=() if head is None else head.taps)
+        taps = mine.heads[0].taps if mine.heads else ()
+        traced = trace(config, dims, profile, dialect, taps=taps, marked=mine.exit is not None, token_ids=known)
     return EngineRequest(
         name=name, checkpoint=checkpoint, dims=dims, traced=traced, profile=profile, window=window,
-        num_bytes=sizes.artifact, head=head,
+        num_bytes=sizes.artifact, heads=mine.heads, exit=mine.exit, token_ids=known,
+        embedding_rows=embedding_rows,
     )  # fmt: skip
 
 
@@ -147,9 +161,13 @@ def _build_target(target: EngineRequest, tokenizer: Any, folder: Path, progress:
         tools={name: version(name) for name in _TOOLS},
         files=built.files,
     )
-    if target.head is None or built.parts is None:
+    for head in target.heads:
+        assert built.parts is not None
+        manifest = _build_head(manifest, head, built.parts, folder, progress)
+    if built.spec.exit is None:
         return manifest
-    return _build_head(manifest, target.head, built.parts, folder, progress)
+    exit_drafter = DrafterSpec(kind=EARLY_EXIT, vocabulary=manifest.vocabulary.fingerprint)
+    return replace(manifest, drafters={**manifest.drafters, EARLY_EXIT: exit_drafter})
 
 
 def _build_head(
@@ -158,7 +176,10 @@ def _build_head(
     spec, files = build_head(head, parts, folder, progress)
     kind, drafter = head.kind, drafter_of(head, manifest.vocabulary.fingerprint)
     return replace(
-        manifest, heads={kind: spec}, drafters={**manifest.drafters, kind: drafter}, files={**manifest.files, **files}
+        manifest,
+        heads={**manifest.heads, kind: spec},
+        drafters={**manifest.drafters, kind: drafter},
+        files={**manifest.files, **files},
     )
 
 
@@ -167,7 +188,11 @@ def _build_draft(manifest: Manifest, draft: EngineRequest, folder: Path, progres
         old.unlink()
     built = build_engine(draft, load_tokenizer(draft.checkpoint), folder, progress)
     _write_documents(draft, folder, prefix="draft-")
-    drafter = DrafterSpec(kind="model", engine="draft", vocabulary=manifest.vocabulary.fingerprint)
+    tokens = None
+    if draft.token_ids is not None:
+        tokens = _DRAFT_TOKENS
+        np.save(folder / tokens, draft.token_ids, allow_pickle=False)
+    drafter = DrafterSpec(kind="model", engine="draft", vocabulary=manifest.vocabulary.fingerprint, tokens=tokens)
     kept = {name: entry for name, entry in manifest.files.items() if not name.startswith("draft")}
     return replace(
         manifest,
@@ -202,11 +227,12 @@ def _write_documents(engine: EngineRequest, folder: Path, *, prefix: str) -> Non
 def _check_dialect(profile: Profile, request: ExportRequest) -> None:
     """Refuse a precision that the dialect does not have, and a head that no engine would run."""
     chosen: dict[str, Precision] = {"--precision": profile.precision}
-    if request.head is not None and profile.dialect != "ort":
-        raise ExportError(f"--head: expected --dialect ort, found {profile.dialect}: only ONNX Runtime runs heads yet")
-    if request.head is not None and request.add_to is not None:
-        raise ExportError("--head: expected a MODEL, whose graph gives the features that heads read, found --add-to")
-    if request.head is not None or request.draft not in (None, *NO_ENGINE):
+    reader = "--head" if request.heads else None if request.early_exit is None else "--early-exit"
+    if reader is not None and profile.dialect != "ort":
+        raise ExportError(f"{reader}: expected --dialect ort, found {profile.dialect}: only ONNX Runtime runs it yet")
+    if reader is not None and request.add_to is not None:
+        raise ExportError(f"{reader}: expected a MODEL, whose graph gives what it reads, found --add-to")
+    if request.heads or request.draft not in (None, *NO_ENGINE):
         chosen["--draft-precision"] = profile.draft_precision
     known = _PRECISIONS[profile.dialect]
     for option, precision in chosen.items():

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import click
 
@@ -28,6 +28,7 @@ Examples:
   specrt export smollm2-135m -o artifacts/smollm2
   specrt export qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b --precision int4 -o artifacts/qwen
   specrt export smollm2-135m --head heads/smollm2.safetensors -o artifacts/smollm2-eagle
+  specrt export smollm2-135m --head none --early-exit auto -o artifacts/smollm2-exit
   specrt export --add-to artifacts/smollm2 --draft ./my-draft -o artifacts/smollm2-drafted""")  # fmt: skip
 @click.argument("model", required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Folder to write.")
@@ -38,8 +39,13 @@ Examples:
 )
 @click.option(
     "--head",
+    "heads",
     metavar="FILE|none",
-    help="EAGLE or Medusa head for MODEL, see 'distill'.  [default: the one a built-in MODEL has, without --draft]",
+    multiple=True,
+    help="Head or exit for MODEL, see 'distill'; repeatable.  [default: a built-in MODEL's own, without --draft]",
+)
+@click.option(
+    "--early-exit", metavar="LAYERS|auto", help="Let MODEL's first layers guess; auto: as many as promise most."
 )
 @click.option(
     "--profile", metavar="NAME|FILE", help=f"Built-in ({', '.join(builtin_profiles())}) or TOML.  [default: cpu]"
@@ -74,7 +80,8 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 def export_command(
-    model: str | None, out: Path, draft: str | None, head: str | None, profile: str | None, precision: str | None,
+    model: str | None, out: Path, draft: str | None, heads: tuple[str, ...], early_exit: str | None,
+    profile: str | None, precision: str | None,
     draft_precision: str | None, kv_precision: str | None, dialect: str | None, trees: bool | None, output: str | None,
     capacity: int | None, revision: str | None, add_to: Path | None, cache_dir: Path, overwrite: bool,
 ) -> None:  # fmt: skip
@@ -92,7 +99,7 @@ def export_command(
         fixed: dict[str, object] = {
             "--profile": profile, "--precision": precision, "--kv-precision": kv_precision, "--dialect": dialect,
             "--trees": trees, "--output": output, "--capacity": capacity, "--revision": revision,
-            "--head": head,
+            "--head": heads or None, "--early-exit": early_exit,
         }  # fmt: skip
         if given := [name for name, value in fixed.items() if value is not None]:
             raise click.UsageError(f"{given[0]} has no effect with --add-to: the target there stays as it is")
@@ -102,14 +109,14 @@ def export_command(
         profile or "cpu", precision=precision, draft_precision=draft_precision, kv_precision=kv_precision,
         dialect=dialect, trees=trees, output=output, capacity=capacity,
     )  # fmt: skip
-    head_path = None if head in (None, "none") else Path(str(head))
-    if head is None and draft is None and chosen.dialect == "ort":
-        head_path = own_head(model)
-    if draft_precision is not None and head_path is None and draft in (None, *NO_ENGINE):
+    paths = tuple(Path(head) for head in heads if head != "none")
+    if not heads and draft is None and chosen.dialect == "ort" and (own := own_head(model)) is not None:
+        paths = (own,)
+    if draft_precision is not None and not paths and draft in (None, *NO_ENGINE):
         raise click.UsageError("--draft-precision needs a draft model or head: --draft MODEL or --head FILE")
     request = ExportRequest(
         model=model, draft=draft, profile=chosen, out=out, cache_dir=cache_dir, revision=revision, add_to=add_to,
-        overwrite=overwrite, head=head_path,
+        overwrite=overwrite, heads=paths, early_exit=_exit_layer(early_exit),
     )  # fmt: skip
     click.echo(export(request, Progress()))
 
@@ -200,6 +207,14 @@ def models_command(as_json: bool, cache_dir: Path) -> None:
     for row in rows:
         here = "cached" if row["cached"] else "to fetch"
         click.echo(f"{row['name']:<20} {row['megabytes']:>5} MB  {here:<8}  {row['description']}")
+
+
+def _exit_layer(asked: str | None) -> int | Literal["auto"] | None:
+    if asked is None or asked == "auto":
+        return "auto" if asked else None
+    if not asked.isdigit():
+        raise click.UsageError(f"--early-exit: expected auto or a number of layers, found {asked!r}")
+    return int(asked)
 
 
 def _by_number(capability: str) -> tuple[int, ...]:

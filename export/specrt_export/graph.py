@@ -141,8 +141,9 @@ def save(
 ) -> dict[str, str]:
     """Write `path` and `path`.data, one tensor after the other; return the SHA-256 of both files by name.
 
-    `on_bytes` is told of every piece written. At most one weight is held in memory besides the source. shared: tensors
-    in other files beside it; what has their bytes is read from there and not written again.
+    `on_bytes` is told of every piece written. At most one weight is held in memory besides the source. What lies in a
+    file beside it stays there. shared: tensors in other files beside it; what has their bytes is read from there and
+    not written again.
     """
     data = path.with_name(path.name + ".data")
     digest = hashlib.sha256()
@@ -152,7 +153,7 @@ def save(
         for name, value in model.graph.initializers.items():
             tensor = value.const_value
             assert tensor is not None
-            if tensor.nbytes <= _INLINE_LIMIT:
+            if tensor.nbytes <= _INLINE_LIMIT or isinstance(tensor, ir.ExternalTensor):
                 continue
             if (same := find_same(tensor, shared)) is not None:
                 value.const_value = same

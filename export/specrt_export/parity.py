@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -93,6 +93,14 @@ def source_logits(
     return rows
 
 
+class Runner(Protocol):
+    """Runs a decoder in calls of any width."""
+
+    def __call__(self, token_ids: Sequence[int], start: int, width: int) -> NDArray[np.float32]:
+        """Feed tokens from `start` on, padded to `width`; return their logits [n, V]."""
+        ...
+
+
 class GraphRunner:
     """Runs an exported graph in calls of any width, KV buffers bound in place; serves parity and exactness.
 
@@ -117,13 +125,21 @@ class GraphRunner:
         ]
         self._past = list(zip((spec.name for spec in inputs if "past" in spec.name), kv, strict=True))
         self._present = list(zip((spec.name for spec in outputs if "present" in spec.name), kv, strict=True))
+        self._given = [spec.name for spec in outputs if "present" not in spec.name]
         self._last = profile.capacity - 1
         self._names = {spec.name for spec in inputs}
 
     def __call__(
-        self, token_ids: Sequence[int], start: int, width: int, others: Mapping[str, NDArray[np.float32]] | None = None
+        self, token_ids: Sequence[int], start: int, width: int, others: Mapping[str, NDArray[Any]] | None = None
     ) -> NDArray[np.float32]:
         """Feed tokens from `start` on, padded to `width`, and other inputs; return logits [len(token_ids), V]."""
+        logits: NDArray[np.float32] = self.run(token_ids, start, width, others)["logits"][0, : len(token_ids)]
+        return logits
+
+    def run(
+        self, token_ids: Sequence[int], start: int, width: int, others: Mapping[str, NDArray[Any]] | None = None
+    ) -> dict[str, NDArray[Any]]:
+        """Do the same; return all outputs but the KV buffers."""
         ids = np.zeros((1, width), np.int64)
         ids[0, : len(token_ids)] = token_ids
         binding = self._session.io_binding()
@@ -141,7 +157,8 @@ class GraphRunner:
             binding.bind_cpu_input(name, call[name])
         for name, value in self._past:
             binding.bind_ortvalue_input(name, value)
-        binding.bind_output("logits")
+        for name in self._given:
+            binding.bind_output(name)
         for name, value in self._present:
             binding.bind_ortvalue_output(name, value)
         try:
@@ -150,11 +167,10 @@ class GraphRunner:
             raise ExportError(
                 f"ONNX Runtime cannot run the graph: {str(error).strip().splitlines()[0][:200]}"
             ) from None
-        logits: NDArray[np.float32] = binding.get_outputs()[0].numpy()[0, : len(token_ids)]
-        return logits
+        return {name: value.numpy() for name, value in zip(self._given, binding.get_outputs(), strict=False)}
 
 
-def graph_logits(runner: GraphRunner, ids: Sequence[int], profile: Profile) -> NDArray[np.float32]:
+def graph_logits(runner: Runner, ids: Sequence[int], profile: Profile) -> NDArray[np.float32]:
     """Return the graph's logits [n, V] over prefill and verify calls of every width, with a rollback before each."""
     rng = np.random.default_rng(0)
     start = min(profile.prefill_width, max(1, len(ids) // 3))

@@ -6,9 +6,12 @@ from typing import Literal
 
 from specrt_profiles.codec import OPTIONAL
 
-DrafterKind = Literal["ngram", "suffix", "model", "eagle", "medusa"]
+DrafterKind = Literal["ngram", "suffix", "model", "eagle", "medusa", "early-exit"]
 MODEL_FREE: tuple[DrafterKind, ...] = ("ngram", "suffix")  # need no files: every artifact has them
-HEADS: tuple[DrafterKind, ...] = ("eagle", "medusa")  # read what the target computes
+EARLY_EXIT: DrafterKind = "early-exit"  # runs the first layers of the target
+HEADS: tuple[DrafterKind, ...] = ("eagle", "medusa")  # have an engine that reads the target's features
+READERS: tuple[DrafterKind, ...] = (*HEADS, EARLY_EXIT)  # read what the target computes
+DRAWING: tuple[DrafterKind, ...] = ("model", EARLY_EXIT)  # draw their guesses where coupling is by rejection
 BRANCHING: tuple[DrafterKind, ...] = ("suffix", "eagle", "medusa")  # can propose trees
 
 
@@ -16,7 +19,8 @@ BRANCHING: tuple[DrafterKind, ...] = ("suffix", "eagle", "medusa")  # can propos
 class DrafterSpec:
     """A drafter that the artifact offers; one of kind `model` names its engine and the vocabulary it was made for.
 
-    One of `HEADS` names its head among `Manifest.heads`, and the file with the id of each token it can guess. tree: of
+    One of `HEADS` names its head among `Manifest.heads`. tokens: the file with the id of each token that a head can
+    guess, or a model that cannot guess all. tree: of
     kind `medusa` for targets that take trees: nodes, the most useful first, each as the ranks of the guesses on its way
     from the root ([0, 2]: what comes third after the best guess at the token before). Drafters that need no files are
     there whether they are listed or not; artifacts once listed `ngram`.
@@ -30,12 +34,17 @@ class DrafterSpec:
 
 
 def drafter_problem(
-    drafter: DrafterSpec, *, engines: Collection[str], heads: Collection[str], files: Collection[str], vocabulary: str
-) -> str | None:
-    """Say what a drafter lacks of an artifact's engines, heads, files and vocabulary; None if nothing."""
+    drafter: DrafterSpec, *, engines: Collection[str], heads: Collection[str], files: Collection[str], vocabulary: str,
+    has_exit: bool,
+) -> str | None:  # fmt: skip
+    """Say what a drafter lacks of an artifact's engines, heads, files, vocabulary and exit; None if nothing."""
+    if drafter.kind == EARLY_EXIT and not has_exit:
+        return ": the target has no early exit"
     if drafter.kind in HEADS and drafter.engine not in heads:
         return f".engine: no head is named {drafter.engine!r}"
     if drafter.kind in HEADS and drafter.tokens not in files:
+        return f".tokens: {drafter.tokens!r} is not among the listed files"
+    if drafter.kind == "model" and drafter.tokens not in (None, *files):
         return f".tokens: {drafter.tokens!r} is not among the listed files"
     if drafter.kind == "model" and drafter.engine not in set(engines) - {"target"}:
         return f".engine: no draft engine is named {drafter.engine!r}"

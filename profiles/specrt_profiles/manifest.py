@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specrt_profiles.codec import OPTIONAL, decode, encode
-from specrt_profiles.drafter import BRANCHING, HEADS, MODEL_FREE, DrafterKind, DrafterSpec, drafter_problem
+from specrt_profiles.drafter import (
+    BRANCHING,
+    EARLY_EXIT,
+    MODEL_FREE,
+    READERS,
+    DrafterKind,
+    DrafterSpec,
+    drafter_problem,
+)
 from specrt_profiles.errors import ManifestError
+from specrt_profiles.exit import ExitSpec, exit_problem
 from specrt_profiles.files import FileEntry, check_sizes
 from specrt_profiles.plan import PlanSpec, plan_problem
 from specrt_profiles.profile import DialectName, OutputName, Precision, Profile
@@ -61,7 +70,7 @@ class EngineSpec:
     `weight_bytes` are the bytes of weights that a call reads; of a table that is only gathered from, it reads a few
     rows, which are not counted. `exact_widths` are the call widths whose rows were bit-equal on the exporting machine
     (decided anew on every machine that loads the artifact). With a `plan`, file and weights are the plan, and the graph
-    it was built from stays behind.
+    it was built from stays behind. With an `exit`, the CPU runs its parts in the place of the whole graph.
     """
 
     dialect: DialectName
@@ -81,6 +90,7 @@ class EngineSpec:
     parity: Parity
     exact_widths: tuple[int, ...]
     plan: PlanSpec | None = field(default=None, metadata=OPTIONAL)
+    exit: ExitSpec | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def output(self) -> OutputName:
@@ -143,7 +153,7 @@ class Manifest:
     def reads_target(self, drafter: str) -> bool:
         """Tell whether a drafter, or a part of it, reads what the target computes, so that it cannot be replayed."""
         names = self.parts(drafter) or (drafter,)
-        return any(name in self.drafters and self.drafters[name].kind in HEADS for name in names)
+        return any(name in self.drafters and self.drafters[name].kind in READERS for name in names)
 
     def of_trees(self, drafters: Iterable[str]) -> list[str]:
         """Return those drafters that can guess several tokens for one place, or that have a part that can."""
@@ -235,11 +245,11 @@ def _problem(manifest: Manifest) -> str | None:
 
 def _drafter_problem(manifest: Manifest) -> str | None:
     """Say which drafter lacks something, or was made for another target."""
-    vocabulary = manifest.vocabulary.fingerprint
     for name, drafter in manifest.drafters.items():
         problem = drafter_problem(
-            drafter, engines=manifest.engines, heads=manifest.heads, files=manifest.files, vocabulary=vocabulary
-        )
+            drafter, engines=manifest.engines, heads=manifest.heads, files=manifest.files,
+            vocabulary=manifest.vocabulary.fingerprint, has_exit=manifest.target.exit is not None,
+        )  # fmt: skip
         if problem:
             return f"drafters.{name}{problem}"
     return None
@@ -247,6 +257,13 @@ def _drafter_problem(manifest: Manifest) -> str | None:
 
 def _engine_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str | None:
     """Say which file of an engine is not listed, or which of its sizes contradict each other."""
+    if engine.exit is not None:
+        if problem := exit_problem(engine.exit, files=files, inputs=engine.inputs):
+            return f"exit.{problem}"
+    return _sizes_problem(engine, files) or _plan_problem(engine)
+
+
+def _sizes_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str | None:
     for key in ("file", "weights", "reference"):
         if getattr(engine, key) not in files:
             return f"{key}: {getattr(engine, key)!r} is not among the listed files"
@@ -265,7 +282,7 @@ def _engine_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str |
             return f"{spec.name}: expected {size} in dimension 2 of its shape, found {list(spec.shape)}"
         if kv and not all(isinstance(dim, int) and dim > 0 for dim in spec.shape):
             return f"{spec.name}: expected a shape of fixed sizes, found {list(spec.shape)}"
-    return _plan_problem(engine)
+    return None
 
 
 def _plan_problem(engine: EngineSpec) -> str | None:

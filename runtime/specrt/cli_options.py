@@ -76,7 +76,7 @@ def parse_object(_ctx: click.Context, _param: click.Parameter, value: str | None
 
 _COUPLING = click.Choice(["gumbel", "rejection"])
 _DRAFTER = click.option(
-    "--drafter", help="ngram, suffix, model, eagle, medusa, combined or none.  [default: the artifact's]"
+    "--drafter", help="ngram, suffix, model, eagle, medusa, early-exit, combined, none.  [default: the artifact's]"
 )
 _SETTINGS = (
     click.option(

@@ -75,11 +75,16 @@ class KvEngine(Engine, Protocol):
     """An engine that knows what its KV slots hold, and can copy them.
 
     features: what the model computed of the token in each slot [S, F], kept, moved and copied with its KV; None for an
-    engine without.
+    engine without. exit: runs its first layers alone; None for an engine that cannot.
     """
 
     contents: KvContents
     features: NDArray[np.float32] | None
+
+    @property
+    def exit(self) -> "EarlyExit | None":
+        """See above."""
+        ...
 
     def save(self, start: int, end: int) -> KvBlock:
         """Return a copy of the slots start .. end - 1 <= kv_length, whose content is known."""
@@ -87,6 +92,26 @@ class KvEngine(Engine, Protocol):
 
     def restore(self, block: KvBlock) -> None:
         """Put a copy of its own slots back behind the `kv_length` tokens that preceded them when it was saved."""
+        ...
+
+
+class EarlyExit(Protocol):
+    """The layers of an engine below an early exit, which run ahead of it over the same KV buffers.
+
+    The verify call that follows finds their KV and states there for as many of its first tokens as were fed here.
+    """
+
+    @property
+    def room(self) -> int:
+        """How many tokens can be guessed now."""
+        ...
+
+    def begin(self) -> None:
+        """Begin behind the tokens in the engine's KV buffers; what was fed before is forgotten."""
+        ...
+
+    def guess(self, token_id: int) -> Row:
+        """Feed a token; return the exit's logits [V] after it, valid until the next call."""
         ...
 
 
@@ -169,6 +194,10 @@ def open_engine(folder: Path, spec: EngineSpec, *, threads: int | None, device: 
         from specrt.engine_ort_cuda import open_on_cuda
 
         return open_on_cuda(folder, spec, index=index)
+    if spec.exit is not None:
+        from specrt.engine_ort_exit import OrtExitEngine
+
+        return OrtExitEngine(folder, spec, threads=threads)
     from specrt.engine_ort import OrtEngine
 
     return OrtEngine(folder, spec, threads=threads)

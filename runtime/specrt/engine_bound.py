@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specrt.engine import EarlyExit
 from specrt.errors import EngineError
 from specrt.kv import KvBlock, KvContents
 from specrt.rows import Row, Rows
@@ -84,6 +85,11 @@ class BoundEngine(abc.ABC):
     """
 
     features: NDArray[np.float32] | None = None
+
+    @property
+    def exit(self) -> EarlyExit | None:
+        """None: there is no early exit."""
+        return None
 
     def __init__(self, spec: EngineSpec, *, platform: str, decode_width: int = 1) -> None:
         self.platform = platform

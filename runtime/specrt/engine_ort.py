@@ -7,7 +7,7 @@ bound arrays and runs; KV and logits are never copied, and nothing is allocated 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from specrt.kv import KvBlock
 from specrt.rows import Rows
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
+from specrt_profiles.tensors import TensorSpec
 
 _TYPES = {
     "tensor(float)": "float32", "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16", "tensor(int64)": "int64",
@@ -31,14 +32,16 @@ class OrtEngine(BoundEngine):
     def __init__(self, folder: Path, spec: EngineSpec, *, threads: int | None) -> None:
         require("cpu", "onnxruntime")
         super().__init__(spec, platform=engine_version())
-        path = folder / spec.file
-        self._session: Any = open_session(path, threads)
-        check_contract(self._session, spec, path)
+        self._open(folder, spec, threads)
         self._names = {tensor.name for tensor in spec.inputs}
         self._kv = _allocate_kv(spec)
         size = next((int(tensor.shape[2]) for tensor in spec.outputs if tensor.name == "features"), 0)
         self.features = np.zeros((spec.slots, size), np.float32) if size else None
         self._logits = np.empty((max(spec.verify_widths), spec.vocab_size), np.float32)
+
+    def _open(self, folder: Path, spec: EngineSpec, threads: int | None) -> None:
+        """Open what the calls will run."""
+        self._session: Any = open_checked(folder / spec.file, spec, threads)
 
     def save(self, start: int, end: int) -> KvBlock:
         """Copy slots to memory of their own."""
@@ -62,9 +65,7 @@ class OrtEngine(BoundEngine):
     def _bind(self, width: int, num_rows: int) -> BoundCall:
         import onnxruntime as ort
 
-        logits = self._logits[:num_rows]
-        if num_rows > len(logits):
-            logits = np.empty((num_rows, self.vocab_size), np.float32)
+        logits = self._rows_of_logits(num_rows)
         types = input_types(width, num_rows) | self._more_inputs(width)
         arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in types.items()}
         outputs = {"logits": logits[None]} | self._more_outputs(width)
@@ -76,7 +77,13 @@ class OrtEngine(BoundEngine):
         for past, present, value in self._kv:
             binding.bind_ortvalue_input(past, value)
             binding.bind_ortvalue_output(present, value)
-        return BoundCall(CallInputs(arrays), self._runner(binding, outputs))
+        session = self._session
+        return BoundCall(CallInputs(arrays), self._runner(lambda _: session.run_with_iobinding(binding), outputs))
+
+    def _rows_of_logits(self, num_rows: int) -> NDArray[np.float32]:
+        """Return an array [num_rows, V], which calls of verify widths share."""
+        enough = num_rows <= len(self._logits)
+        return self._logits[:num_rows] if enough else np.empty((num_rows, self.vocab_size), np.float32)
 
     def _more_inputs(self, width: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return what a call reads besides `input_types`."""
@@ -86,12 +93,13 @@ class OrtEngine(BoundEngine):
         """Return arrays for what a call leaves besides logits and KV."""
         return {} if self.features is None else {"features": np.empty((1, width, self.features.shape[1]), np.float32)}
 
-    def _runner(self, binding: Any, outputs: Mapping[str, Array]) -> Callable[[int], Rows]:
-        session, features, rows = self._session, self.features, outputs.get("features")
+    def _runner(self, go: Callable[[int], None], outputs: Mapping[str, Array]) -> Callable[[int], Rows]:
+        """Return what runs a call of so many tokens with `go`, and what it leaves behind."""
+        features, rows = self.features, outputs.get("features")
         logits: NDArray[np.float32] = outputs["logits"][0]
 
         def run(count: int) -> Rows:
-            session.run_with_iobinding(binding)
+            go(count)
             if features is not None and rows is not None:
                 features[self.kv_length : self.kv_length + count] = rows[0, :count]  # the call began there
             return logits[:count]
@@ -155,7 +163,28 @@ def _both_installed() -> bool:
     return {"onnxruntime", "onnxruntime-gpu"} <= names
 
 
-def check_contract(session: Any, spec: EngineSpec, path: Path) -> None:
+class Tensors(Protocol):
+    """The inputs and outputs of a graph, in its order."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What it reads."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What it gives."""
+        ...
+
+
+def open_checked(path: Path, spec: Tensors, threads: int | None) -> Any:
+    """Open a graph on the CPU; raises `EngineError` where it cannot be, or is not the one of the manifest."""
+    session = open_session(path, threads)
+    check_contract(session, spec, path)
+    return session
+
+
+def check_contract(session: Any, spec: Tensors, path: Path) -> None:
     """Raise `EngineError` where a session's inputs and outputs are not those of the manifest."""
     for what, found, wanted in (
         ("input", session.get_inputs(), spec.inputs),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specrt.engine_ort import check_contract, open_session
+from specrt.engine_ort import open_checked
 from specrt_profiles.extras import require
 from specrt_profiles.manifest import EngineSpec
 
@@ -18,9 +18,7 @@ class OrtParallelHeads:
         require("cpu", "onnxruntime")
         import onnxruntime as ort
 
-        path = folder / spec.file
-        self._session: Any = open_session(path, threads)
-        check_contract(self._session, spec, path)
+        self._session: Any = open_checked(folder / spec.file, spec, threads)
         arrays = {
             tensor.name: np.zeros([int(size) for size in tensor.shape], tensor.dtype)
             for tensor in (*spec.inputs, *spec.outputs)

@@ -32,7 +32,8 @@ class Heads:
         Raises `ManifestError` for damaged files, `EngineError` for a device that runs no heads.
         """
         spec, vocab_size, features = self._manifest.drafters[name], target.vocab_size, target.features
-        ids = self._ids(spec, vocab_size)
+        ids = self.token_ids(spec, vocab_size)
+        assert ids is not None
         if spec.kind == "medusa":
             heads = self._open_parallel(str(spec.engine))
             return MedusaDrafter(
@@ -64,10 +65,14 @@ class Heads:
             self._parallel[name] = open_parallel_heads(self._folder, spec, threads=self._threads, device=self._device)
         return self._parallel[name]
 
-    def _ids(self, spec: DrafterSpec, vocab_size: int) -> NDArray[np.int64]:
-        file = str(spec.tokens)
+    def token_ids(self, spec: DrafterSpec, vocab_size: int) -> NDArray[np.int64] | None:
+        """Return the tokens that a drafter can guess, None for all; raises `ManifestError` for a damaged file."""
+        file = spec.tokens
+        if file is None:
+            return None
         if file not in self._token_ids:
-            size = self._manifest.heads[str(spec.engine)].vocab_size
+            engines = {**self._manifest.engines, **self._manifest.heads}
+            size = engines[str(spec.engine)].vocab_size
             self._token_ids[file] = read_token_ids(self._folder / file, size=size, vocab_size=vocab_size)
         return self._token_ids[file]
 

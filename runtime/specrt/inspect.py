@@ -55,6 +55,7 @@ def _engine(engine: EngineSpec) -> list[str]:
         f"{engine.dialect} dialect",
         f"from {model.source}{revision}, licence {model.licence or 'not stated'}",
         *_calls(engine),
+        *([] if engine.exit is None else [f"early exit after {engine.exit.layer} layers, on the CPU"]),
         f"against its source over {parity.num_rows} rows: max |diff| {parity.max_abs_diff:.2g}, "
         f"mean KL {parity.mean_kl:.2g}, top-1 {parity.top1_agreement:.1%}, "
         f"perplexity {parity.perplexity:.2f} (source {parity.source_perplexity:.2f})",

@@ -13,6 +13,7 @@ from typing import Any, Self, Unpack
 from specrt.control import AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter, NoDrafter
 from specrt.drafters.combined import CombinedController, CombinedDrafter, SureController
+from specrt.drafters.early_exit import EarlyExitDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
 from specrt.drafters.suffix import SuffixCache, SuffixDrafter
@@ -28,7 +29,7 @@ from specrt.speculation import Speculation, check_repeatable, default_drafter, r
 from specrt.stops import StopRules
 from specrt.stream import Observer, Request, Result, Stream, check_process
 from specrt.text import Tokenizer
-from specrt_profiles.drafter import HEADS
+from specrt_profiles.drafter import DRAWING, EARLY_EXIT, HEADS
 from specrt_profiles.generation import read_generation
 from specrt_profiles.manifest import CHAT_TEMPLATE_FILE, GENERATION_FILE, read_manifest
 
@@ -235,7 +236,7 @@ class LanguageModel:
     def _depends_on_k(self, drafter: str, params: SamplingParams) -> bool:
         """Tell whether guesses are drawn from a law, so that the text of a seed is another for another k."""
         names = self.manifest.parts(drafter) or (drafter,)
-        draws = any(self.manifest.all_drafters[name].kind == "model" for name in names)
+        draws = any(self.manifest.all_drafters[name].kind in DRAWING for name in names)
         return params.coupling == "rejection" and params.temperature > 0 and draws
 
     def _drafter(self, name: str, how: Speculation, prefixes: PrefixCache | None) -> Drafter:
@@ -245,11 +246,19 @@ class LanguageModel:
         if spec.kind == "suffix":
             cache = self.suffix_cache if how.suffix_cache else None
             return SuffixDrafter(widths=self.target.verify_widths, cache=cache, tree=how.tree)
+        if spec.kind == EARLY_EXIT:
+            if self.target.exit is None:
+                raise EngineError(
+                    f"device: expected cpu for the drafter {name}, found {self.device}: choose another drafter there"
+                )
+            return EarlyExitDrafter(self.target.exit, vocab_size=self.target.vocab_size)
         if spec.kind in HEADS:
             return self._heads.drafter(name, self.target, prefixes, tree=how.tree)
         engine = self._engine(str(spec.engine))
         reuse = None if prefixes is None else partial(prefixes.reuse, engine)
-        return ModelDrafter(engine, vocab_size=self.target.vocab_size, reuse=reuse)
+        vocab_size = self.target.vocab_size
+        ids = self._heads.token_ids(spec, vocab_size)
+        return ModelDrafter(engine, vocab_size=vocab_size, token_ids=ids, reuse=reuse)
 
     def _facts(self) -> MachineFacts:
         spec = self.manifest.target

@@ -22,10 +22,10 @@ class Options(TypedDict, total=False):
     value}), bad_words (texts or id lists), min_tokens, max_tokens, stop (a text or several), stop_token_ids,
     ignore_eos, seed (a new one each time if left out), stream (number of the sample or chat turn under one
     seed), logprobs (how many alternatives), coupling: see `SamplingParams`. drafter: `ngram`, `suffix`, `model`,
-    `eagle`, `medusa`, `combined` (in each step whichever of `suffix` and the model or head brings more; `ngram+model`
-    names other parts) or `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the default) for as
-    many as pay by what was measured so far; max_step_ms then bounds the milliseconds of a step. prompt_lookup_max,
-    prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks up. suffix_cache: whether the `suffix`
+    `eagle`, `medusa`, `early-exit`, `combined` (in each step whichever of `suffix` and the model or head brings more;
+    `ngram+model` names other parts) or `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the
+    default) for as many as pay by what was measured so far; max_step_ms then bounds the milliseconds of a step.
+    prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks up. suffix_cache: whether the `suffix`
     drafter also looks into the outputs of earlier requests that had it set, and keeps this one's for later ones; off
     unless set, because it lets others find out from the speed alone what was said. draft_budget_ms: a drafter that
     takes longer for a proposal is dropped for the rest of the request. strict: trees have the bits of plain decoding

@@ -150,17 +150,17 @@ def test_a_head_for_another_target_is_refused_and_nothing_is_left(source: Path, 
     head = make_head(source, tmp_path / "head.safetensors", "eagle")
     (tmp_path / "head.json").write_text(card("eagle", "0" * 64), "utf-8")
     with pytest.raises(ExportError, match="made for another with other weights than"):
-        export_tiny(source, tmp_path / "out", draft=None, head=head)
+        export_tiny(source, tmp_path / "out", draft=None, heads=(head,))
     (tmp_path / "head.json").write_text(card("eagle3", "0" * 64), "utf-8")
     with pytest.raises(ExportError, match=r"head.json: expected the card of an eagle head, found eagle3"):
-        export_tiny(source, tmp_path / "out", draft=None, head=head)
+        export_tiny(source, tmp_path / "out", draft=None, heads=(head,))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head.json", "head.safetensors"]
 
 
 def test_where_no_head_runs_it_is_refused(source: Path, tmp_path: Path) -> None:
     head = make_head(source, tmp_path / "head.safetensors", "eagle")
     with pytest.raises(ExportError, match="--head: expected --dialect ort, found tensorrt"):
-        export_tiny(source, tmp_path / "out", draft=None, head=head, profile=tiny.profile(dialect="tensorrt"))
+        export_tiny(source, tmp_path / "out", draft=None, heads=(head,), profile=tiny.profile(dialect="tensorrt"))
     assert "--head" in {option for parameter in export_command.params for option in parameter.opts}
 
 
@@ -168,7 +168,7 @@ def test_where_no_head_runs_it_is_refused(source: Path, tmp_path: Path) -> None:
 def with_head(request: pytest.FixtureRequest, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     head = make_head(source, folder / "head.safetensors", request.param)
-    return export_tiny(source, folder / "out", draft=None, head=head, profile=tiny.profile(draft_precision="fp32"))
+    return export_tiny(source, folder / "out", draft=None, heads=(head,), profile=tiny.profile(draft_precision="fp32"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from specrt_export.distill.card import MedusaCard, fingerprint_of
 from specrt_export.errors import ExportError
 from specrt_export.head_engine import build_head, parts_of
 from specrt_export.head_file import read_head
-from specrt_export.heads import prepare_head
+from specrt_export.heads import prepare_readers
 from specrt_export.medusa_engine import heads_module
 from specrt_export.medusa_file import MedusaFile
 from specrt_export.medusa_tree import Node, best_tree, published_tree
@@ -98,7 +98,7 @@ def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = {"name": "tiny", "vocabulary": "0" * 64, "weights": weights}
     path.with_suffix(".json").write_text(card(target=target), "utf-8")
     profile = tiny.profile(draft_precision="fp32", trees=True)
-    return export_tiny(source, folder / "out", draft=None, head=path, profile=profile)
+    return export_tiny(source, folder / "out", draft=None, heads=(path,), profile=profile)
 
 
 class Build:
@@ -113,7 +113,7 @@ class Build:
 
     def __call__(self, path: Path, precision: Any = "fp32", **changes: Any) -> tuple[Path, EngineSpec]:
         profile = tiny.profile(draft_precision=precision, **changes)
-        request = prepare_head(path, self._config, DIMS, profile, OrtDialect(profile))
+        (request,) = prepare_readers([path], None, self._config, DIMS, profile, OrtDialect(profile)).heads
         for name in ("target.onnx", "target.onnx.data"):
             shutil.copy(self._artifact / name, path.parent)
         spec, files = build_head(request, self.parts, path.parent, Progress(stream=io.StringIO()))
@@ -283,7 +283,7 @@ def test_files_that_are_no_heads_for_this_target_leave_nothing(source: Path, tmp
         if its_card is not None:
             path.with_suffix(".json").write_text(its_card, "utf-8")
         with pytest.raises(ExportError, match=text) as error:
-            export_tiny(source, tmp_path / "out", draft=None, head=path)
+            export_tiny(source, tmp_path / "out", draft=None, heads=(path,))
         assert "\n" not in str(error.value)
         path.unlink()
         path.with_suffix(".json").unlink(missing_ok=True)
@@ -311,7 +311,8 @@ def test_only_targets_that_take_trees_get_one(source: Path, config: Any, tmp_pat
         ({"trees": True, "verify_widths": (2, 4)}, published_tree(num_heads=3, size=3)),
     ):
         profile = tiny.profile(**changes)
-        assert prepare_head(path, config, DIMS, profile, OrtDialect(profile)).tree == wanted
+        (head,) = prepare_readers([path], None, config, DIMS, profile, OrtDialect(profile)).heads
+        assert head.tree == wanted
 
 
 def test_the_published_tree() -> None:

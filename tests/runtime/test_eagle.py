@@ -43,7 +43,7 @@ def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact with a head that was trained for its target."""
     folder = tmp_path_factory.mktemp("trained")
     head = trained_head(source, folder)
-    return export_tiny(source, folder / "out", draft=None, head=head, profile=FP32)
+    return export_tiny(source, folder / "out", draft=None, heads=(head,), profile=FP32)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_guesses_are_those_of_torch_over_several_steps(
     source: Path, target: Any, layout: str, tmp_path: Path, machine_cache: Path
 ) -> None:
     head = make_head(source, tmp_path / "head.safetensors", layout)
-    artifact = export_tiny(source, tmp_path / "out", draft=None, head=head, profile=FP32)
+    artifact = export_tiny(source, tmp_path / "out", draft=None, heads=(head,), profile=FP32)
     rng = np.random.default_rng(0)
     with specrt.load(artifact, cache_dir=machine_cache) as loaded:
         drafter = drafter_of(artifact, loaded)

@@ -308,7 +308,7 @@ def test_requests_do_without_a_head_that_the_gpu_does_not_run(
     source = tiny.make_model("llama", tmp_path / "source", num_hidden_layers=8)
     head = tiny.make_head(source, tmp_path / "head.safetensors", "eagle")
     profile = tiny.profile(precision="fp16", draft_precision="fp16")
-    folder = tiny.export_tiny(source, tmp_path / "out", draft=None, head=head, profile=profile)
+    folder = tiny.export_tiny(source, tmp_path / "out", draft=None, heads=(head,), profile=profile)
     with specrt.load(folder, cache_dir=machine_cache) as model:
         assert model.generate(TOKENS[:20], **HOW).stats.drafter == "combined"
     add_gpu(monkeypatch)

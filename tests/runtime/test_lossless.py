@@ -25,6 +25,9 @@ HEADED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("medusa", {"drafter": "medusa"}),
     ("medusa", {"drafter": "medusa", "tree": True, "strict": True}),
     ("medusa", {"drafter": "ngram+medusa", "tree": True, "strict": True}),
+    ("exit", {"drafter": "early-exit"}),
+    ("exit", {"drafter": "ngram+early-exit"}),
+    ("exit", {"drafter": "combined", "tree": True, "strict": True}),
 )
 NEURAL = ("model", "combined", "ngram+model")
 EOS = 0
@@ -68,13 +71,16 @@ def model(tiny_artifact: Path, machine_cache: Path) -> Iterator[LanguageModel]:
 
 
 @pytest.fixture(scope="module")
-def headed(trees_artifact: Path, medusa_artifact: Path, machine_cache: Path) -> Iterator[dict[str, LanguageModel]]:
-    """The tiny model with a head, and with parallel ones, and with trees, which change no bit of its chains."""
+def headed(
+    trees_artifact: Path, medusa_artifact: Path, exit_artifact: Path, machine_cache: Path
+) -> Iterator[dict[str, LanguageModel]]:
+    """The tiny model with a head, with parallel ones, with an exit; with trees, which change no bit of its chains."""
     with (
         specrt.load(trees_artifact, cache_dir=machine_cache) as eagle,
         specrt.load(medusa_artifact, cache_dir=machine_cache) as medusa,
+        specrt.load(exit_artifact, cache_dir=machine_cache) as left,
     ):
-        yield {"eagle": eagle, "medusa": medusa}
+        yield {"eagle": eagle, "medusa": medusa, "exit": left}
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +149,17 @@ def test_a_parameter_works_the_same_with_every_drafter(
         for k in KS[1::2]:
             result = headed[name_of_model].generate(PROMPT, k=k, **settings, **options)
             check_statistics(result.stats, len(result.token_ids), k, tree="tree" in settings)
-            assert output(result) == output(plain), (settings, k)
+            sampled = result.params.coupling == "rejection" and result.params.temperature > 0
+            if sampled and "early-exit" in settings["drafter"]:
+                assert output(result) == output(headed[name_of_model].generate(PROMPT, k=k, **settings, **options))
+            else:
+                assert output(result) == output(plain), (settings, k)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.05}, {"temperature": 0.05, "coupling": "rejection"}])
-@pytest.mark.parametrize(("name", "drafter"), [*(("", name) for name in DRAFTERS), ("medusa", "medusa")])
+@pytest.mark.parametrize(
+    ("name", "drafter"), [*(("", name) for name in DRAFTERS), ("medusa", "medusa"), ("exit", "early-exit")]
+)
 def test_speculation_does_happen(
     model: LanguageModel, headed: dict[str, LanguageModel], name: str, drafter: str, options: dict[str, Any]
 ) -> None:

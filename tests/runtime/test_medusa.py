@@ -49,7 +49,7 @@ def artifact(
     request: pytest.FixtureRequest, source: Path, head: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:  # fmt: skip
     profile = tiny.profile(draft_precision="fp32", trees=request.param)
-    return export_tiny(source, tmp_path_factory.mktemp("medusa") / "out", draft=None, head=head, profile=profile)
+    return export_tiny(source, tmp_path_factory.mktemp("medusa") / "out", draft=None, heads=(head,), profile=profile)
 
 
 @pytest.fixture(scope="module")

@@ -27,15 +27,15 @@ def artifacts(real_folder: Path) -> dict[str, Path]:
     folder, source, adversary = real_folder, str(smollm(real_folder)), str(random_draft(real_folder))
     fp32 = exported(folder, "smollm2-fp32", "smollm2-135m", draft=source)
     int4 = exported(folder, "smollm2-int4", source, precision="int4")
+    head = own_head("smollm2-135m")
+    assert head is not None
     random = exported(folder, "smollm2-int4-random", None, draft=adversary, add_to=int4)
     if not (folder / "smollm2-int4-self").is_dir():
         copy_artifact(random, folder / "smollm2-int4-self", draft_with_target)
     return {
         "fp32": fp32,
         "int4": folder / "smollm2-int4-self",
-        "int8": exported(
-            folder, "smollm2-int8-head", source, head=own_head("smollm2-135m"), precision="int8", draft_precision="int8"
-        ),
+        "int8": exported(folder, "smollm2-int8-head", source, heads=(head,), precision="int8", draft_precision="int8"),
         "fp32, random draft": exported(folder, "smollm2-fp32-random", None, draft=adversary, add_to=fp32),
         "int4, random draft": random,
         "tensorrt": exported(folder, "smollm2-tensorrt-fp32", source, dialect="tensorrt", capacity=512),

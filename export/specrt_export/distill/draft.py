@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specrt_export.distill.card import TrainedCard
 from specrt_export.errors import ExportError
 from specrt_export.staging import staging
+from specrt_export.trimmed import TOKENS
 from specrt_profiles.codec import encode
 
 CARD = "draft.json"
@@ -20,9 +23,12 @@ CARD = "draft.json"
 class DraftCard(TrainedCard):
     """What a pruned draft is, and how good it was before healing.
 
+    vocabulary_size: how many tokens it may guess. coverage: of the text it learned from, the share that are among them.
     layers: of the target, that it has. influence: of each layer of the target but the last (`prune.influence`).
     """
 
+    vocabulary_size: int
+    coverage: float
     layers: tuple[int, ...]
     influence: tuple[float, ...]
     agreement_before: tuple[float, ...]
@@ -39,11 +45,11 @@ def check_draft_path(path: Path) -> None:
 
 def write_draft(
     path: Path, draft: Any, weights: Mapping[str, torch.Tensor], card: DraftCard, *, tokenizer: Any,
-    documents: Mapping[str, str],
+    token_ids: NDArray[np.int64], documents: Mapping[str, str],
 ) -> None:  # fmt: skip
     """Write a draft with `weights` in the place of what it was trained from, in bfloat16; it appears when complete.
 
-    documents: licence and the like of the target, which travel with the draft.
+    token_ids: those that it may guess. documents: licence and the like of the target, which travel with the draft.
     """
     parameters = dict(draft.named_parameters())
     with torch.no_grad():
@@ -53,6 +59,7 @@ def write_draft(
     with staging(path) as folder:
         draft.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        np.save(folder / TOKENS, token_ids, allow_pickle=False)
         for name, text in documents.items():
             (folder / name).write_text(text, "utf-8")
         (folder / CARD).write_text(json.dumps(encode(card), indent=2) + "\n", "utf-8")

@@ -64,6 +64,8 @@ def kept_layers(influences: Sequence[float], num_layers: int) -> tuple[int, ...]
 def pruned(model: Any, layers: Sequence[int]) -> Any:
     """Return a copy of a model with only these layers, in float32; all but decoder layers and last norm is frozen."""
     config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):  # of the file that it was read from; these weights are whole
+        del config.quantization_config
     for name, value in config.to_dict().items():  # layer_types and the like
         if "layer" in name and isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(config, name, [value[layer] for layer in layers])

@@ -217,13 +217,16 @@ def _prune(
         train_on(call, training, held, path, about)
     agreed, state = training.measure(held), training.state
     card = DraftCard(
-        target=target, layers=layers, influence=influences, tokens=total, updates=state.update,
+        target=target, vocabulary_size=len(vocabulary), coverage=round(coverage(texts, vocabulary), 4), layers=layers,
+        influence=influences, tokens=total, updates=state.update,
         planned_updates=state.updates, loss=None if isnan(state.loss) else round(state.loss, 4),
         agreement_before=by_step(before), block_efficiency_before=round(block_efficiency(before), 3),
         agreement=by_step(agreed), block_efficiency=round(block_efficiency(agreed), 3), training=plan,
         command=request.command, tools=tools(),
     )  # fmt: skip
-    write_draft(request.out, draft, training.average, card, tokenizer=tokenizer, documents=documents)
+    write_draft(
+        request.out, draft, training.average, card, tokenizer=tokenizer, token_ids=vocabulary, documents=documents
+    )
     if plan.epochs:
         call.progress.say(f"healed: {card.block_efficiency:.2f} tokens per target call")
     return request.out

@@ -1,6 +1,6 @@
 """A second, cheaper model as drafter, with its own KV buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,18 @@ class ModelDrafter:
     Every proposal first feeds the tokens that the draft has not seen yet: one after a rejection, two after full
     acceptance, any number after steps that others drafted. Greedy and `gumbel` requests get deterministic
     guesses under the same parameters (and noise) as the target's; `rejection` requests get sampled ones with
-    their laws. reuse: a prefix cache for the engine, if there is one.
+    their laws. token_ids: of the engine's logits, None for all tokens from 0 on. reuse: a prefix cache for the engine,
+    if there is one.
     """
 
     name = "model"
 
-    def __init__(self, engine: Engine, *, vocab_size: int, reuse: Reuse | None = None) -> None:
-        self._engine, self._reuse = engine, reuse
-        self._known = min(vocab_size, engine.vocab_size)
+    def __init__(
+        self, engine: Engine, *, vocab_size: int, token_ids: NDArray[np.int64] | None = None, reuse: Reuse | None = None
+    ) -> None:  # fmt: skip
+        self._engine, self._token_ids, self._reuse = engine, token_ids, reuse
+        if token_ids is None and engine.vocab_size != vocab_size:
+            self._token_ids = np.arange(min(engine.vocab_size, vocab_size))
         self._row = np.full(vocab_size, -np.inf, np.float32)  # ids that the draft lacks stay impossible
         self._fed: list[int] = []  # what the draft's KV buffers hold
         self._agreed = 0  # so many of them are known to be the text's
@@ -48,24 +52,15 @@ class ModelDrafter:
         limit = min(limit, self._engine.capacity - len(tokens) + 1)
         if limit < 1:
             return Proposal()
-        sampler, start = self._sampler, len(tokens)
-        probs = np.zeros((limit, len(self._row))) if _samples(sampler) else None
-        proposal: list[int] = []
-        logits = self._catch_up(tokens)
-        while True:
-            node = len(proposal)
-            row = self._widen(logits)
-            if probs is None:
-                token = sampler.pick(row, position=start + node)
-            else:
-                token = _draw(sampler, row, probs[node], start, node)
-            proposal.append(token)
-            if len(proposal) == limit:
-                break
-            sampler.push(token)
-            logits = self._engine.decode(token)
-            self._fed.append(token)
-        return Proposal(tuple(proposal), probs)
+        return guess_chain(
+            self._catch_up(tokens), self._feed, self._sampler, start=len(tokens), limit=limit, row=self._row,
+            token_ids=self._token_ids,
+        )  # fmt: skip
+
+    def _feed(self, token: int) -> Row:
+        """Go on with a guess; return the logits [V] after it."""
+        self._fed.append(token)
+        return self._engine.decode(token)
 
     def _catch_up(self, tokens: Sequence[int]) -> Row:
         """Drop what was rejected, feed what is new, and return the logits [V] after the last token."""
@@ -84,12 +79,32 @@ class ModelDrafter:
         row: Row = self._engine.decode(new[0]) if len(new) == 1 else self._engine.verify(new)[-1]
         return row
 
-    def _widen(self, logits: Row) -> Row:
-        """Return the row with one entry per target id."""
-        if len(logits) == len(self._row):
-            return logits
-        self._row[: self._known] = np.asarray(logits)[: self._known]
-        return self._row
+
+def guess_chain(
+    logits: Row, feed: Callable[[int], Row], sampler: Sampler, *, start: int, limit: int, row: NDArray[np.float32],
+    token_ids: NDArray[np.int64] | None = None,
+) -> Proposal:  # fmt: skip
+    """Return a chain of `limit` guesses at the tokens from position `start` on, as a model's law has it.
+
+    logits: those at `start`. feed: returns the logits after one more guess. row: [V] of the target, with what no guess
+    can be at minus infinity. token_ids: of the first logits, None for logits of all tokens.
+    """
+    probs = np.zeros((limit, len(row))) if _samples(sampler) else None
+    guesses: list[int] = []
+    while True:
+        node = len(guesses)
+        if token_ids is not None:
+            row[token_ids] = np.asarray(logits)[: len(token_ids)]
+            logits = row
+        if probs is None:
+            token = sampler.pick(logits, position=start + node)
+        else:
+            token = _draw(sampler, logits, probs[node], start, node)
+        guesses.append(token)
+        if len(guesses) == limit:
+            return Proposal(tuple(guesses), probs)
+        sampler.push(token)
+        logits = feed(token)
 
 
 def _samples(sampler: Sampler) -> bool:
