@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specrt_export.decoder import decoder_layers
-from specrt_export.distill.call import Call, train_on
+from specrt_export.distill.call import Call, DistillRequest, train_on
 from specrt_export.distill.card import ExitCard, Target, tools, write_exit
 from specrt_export.distill.data import Texts
 from specrt_export.distill.heal import Healing, healing_texts
 from specrt_export.distill.loss import Batch, block_efficiency, by_step
 from specrt_export.distill.shards import TextShard
-from specrt_export.distill.train import TrainingPlan
+from specrt_export.distill.train import State, TrainingPlan
 from specrt_export.distill.work import Work
 from specrt_export.exit_fit import ExitHead, best_chain, best_exit, exit_cost, final_norm, fit_exits
 
@@ -104,33 +105,43 @@ def heal_exit(
     states = torch.from_numpy(np.array(texts[0].features.features[-_SIZED:])).float()
     plain = ExitHead(layer=start.layer, translator=None, bias=None)
     translator, untranslated = (ExitTranslator(head, norm, states) for head in (start, plain))
-    without = ExitHealing(untranslated, learn, matrix, vocabulary, plan).measure(held)
     training = ExitHealing(translator, learn, matrix, vocabulary, plan)
-    before = training.measure(held)
+    begun = training.measure(held), ExitHealing(untranslated, learn, matrix, vocabulary, plan).measure(held)
     call.progress.say(
         f"exit after {start.layer} of {len(decoder_layers(model))} layers; greedy chains of 5 give "
-        f"{block_efficiency(before):.2f} tokens per target call on held-out answers"
+        f"{block_efficiency(begun[0]):.2f} tokens per target call on held-out answers"
     )
-    total = sum(len(part.text.tokens) for part in texts)
     path = work.checkpoint(f"exit-{start.layer}")
+    total = sum(len(part.text.tokens) for part in texts)
     about = {"tokens": total, "vocabulary": request.vocabulary_size, "layer": start.layer, **asdict(plan)}
     if path.is_file():
         training.restore(path, about)
     train_on(call, training, held, path, about)
-    agreed, state, cost = training.measure(held), training.state, exit_cost(model, start.layer, translated=True)
-    k, speedup = best_chain(sum(by_step(agreed)) / max(1, len(agreed)), cost)
-    card = ExitCard(
-        layout="early-exit", target=target, layer=start.layer, tokens=total, updates=state.update,
-        planned_updates=state.updates, loss=round(state.loss, 4), agreement_plain=by_step(without),
-        agreement_before=by_step(before), block_efficiency_before=round(block_efficiency(before), 3),
-        agreement=by_step(agreed), block_efficiency=round(block_efficiency(agreed), 3), cost=round(cost, 4),
-        speedup=round(speedup, 3), k=k, training=plan, command=request.command, tools=tools(),
-    )  # fmt: skip
-    write_exit(request.out, translator.head(training.average), card)
+    cost = exit_cost(model, start.layer, translated=True)
+    found = _card(request, target, training.state, begun, training.measure(held), cost, layer=start.layer, tokens=total)
+    write_exit(request.out, translator.head(training.average), found)
     call.progress.say(
-        f"healed: {card.block_efficiency:.2f} tokens per target call; predicted speedup {speedup:.2f} with k = {k}"
+        f"healed: {found.block_efficiency:.2f} tokens per target call; predicted speedup {found.speedup:.2f} "
+        f"with k = {found.k}"
     )
     return request.out
+
+
+def _card(
+    request: DistillRequest, target: Target, state: State, begun: tuple[torch.Tensor, torch.Tensor],
+    agreed: torch.Tensor, cost: float, *, layer: int, tokens: int,
+) -> ExitCard:  # fmt: skip
+    """Return the card of an exit; begun: what was measured in closed form, and without a translator."""
+    before, plain = begun
+    k, speedup = best_chain(sum(by_step(agreed)) / max(1, len(agreed)), cost)
+    return ExitCard(
+        layout="early-exit", target=target, layer=layer, tokens=tokens, updates=state.update,
+        planned_updates=state.updates, loss=None if isnan(state.loss) else round(state.loss, 4),
+        agreement_plain=by_step(plain), agreement_before=by_step(before),
+        block_efficiency_before=round(block_efficiency(before), 3), agreement=by_step(agreed),
+        block_efficiency=round(block_efficiency(agreed), 3), cost=round(cost, 4), speedup=round(speedup, 3), k=k,
+        training=request.training, command=request.command, tools=tools(),
+    )  # fmt: skip
 
 
 def _best_layer(call: Call, model: Any, work: Work, text: TextShard) -> int:

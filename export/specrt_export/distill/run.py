@@ -1,4 +1,4 @@
-"""From a model to a head or a pruned draft: text that the target writes, its features, training, and the file."""
+"""From a model to a drafter: text that the target writes, its features, training, and the file."""
 
 import hashlib
 import time
@@ -50,7 +50,7 @@ _TEXT = "The quick brown fox jumps over the lazy dog"
 
 
 def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Path | None:
-    """Train a head or a pruned draft; return its path, or None when the minutes ended before there was one.
+    """Train a head, an exit or a pruned draft; return its path, or None when the minutes ended before there was one.
 
     Whatever is complete is kept in `request.work`; the same request goes on from there. When the minutes end in the
     middle of training, the drafter is written as it is then.
