@@ -9,7 +9,6 @@ from typing import Any, Literal
 from specrt_profiles.codec import OPTIONAL, decode, encode
 from specrt_profiles.drafter import (
     BRANCHING,
-    EARLY_EXIT,
     MODEL_FREE,
     READERS,
     DrafterKind,

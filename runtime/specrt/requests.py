@@ -25,12 +25,13 @@ class Options(TypedDict, total=False):
     `eagle`, `medusa`, `early-exit`, `combined` (in each step whichever of `suffix` and the model or head brings more;
     `ngram+model` names other parts) or `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the
     default) for as many as pay by what was measured so far; max_step_ms then bounds the milliseconds of a step.
-    prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks up. suffix_cache: whether the `suffix`
-    drafter also looks into the outputs of earlier requests that had it set, and keeps this one's for later ones; off
-    unless set, because it lets others find out from the speed alone what was said. draft_budget_ms: a drafter that
-    takes longer for a proposal is dropped for the rest of the request. strict: trees have the bits of plain decoding
-    too, because accepted paths that other branches cost their last bits are verified once more as chains. tree: guess
-    several tokens for one place where the drafter is in doubt; `suffix` and heads can, on artifacts that take trees.
+    prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks up. suffix_cache:
+    whether the `suffix` drafter also looks into the outputs of earlier requests that had it set, and keeps this one's
+    for later ones; off unless set, because it lets others find out from the speed alone what was said. draft_budget_ms:
+    a drafter that takes longer for a proposal is dropped for the rest of the request. strict: trees have the bits of
+    plain decoding too, because accepted paths that other branches cost their last bits are verified once more as
+    chains. tree: guess several tokens for one place where the drafter is in doubt; `suffix` and heads can, on artifacts
+    that take trees.
     chat_template_kwargs: variables for the chat template (`enable_thinking`, `tools`, ...), with a prompt of messages.
     """
 
