@@ -256,9 +256,8 @@ def _drafter_problem(manifest: Manifest) -> str | None:
 
 def _engine_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str | None:
     """Say which file of an engine is not listed, or which of its sizes contradict each other."""
-    if engine.exit is not None:
-        if problem := exit_problem(engine.exit, files=files, inputs=engine.inputs):
-            return f"exit.{problem}"
+    if engine.exit is not None and (problem := exit_problem(engine.exit, files=files, inputs=engine.inputs)):
+        return f"exit.{problem}"
     return _sizes_problem(engine, files) or _plan_problem(engine)
 
 
