@@ -49,9 +49,18 @@ def written(*lengths: int, seed: int = 1) -> list[list[int]]:
     return [torch.randint(0, tiny.VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-def idle(layer: Any) -> None:
-    layer.self_attn.o_proj.weight.data.zero_()
-    layer.mlp.down_proj.weight.data.zero_()
+def weaken(layer: Any, share: float) -> None:
+    """Make a layer change its rows less, or not at all."""
+    layer.self_attn.o_proj.weight.data.mul_(share)
+    layer.mlp.down_proj.weight.data.mul_(share)
+
+
+def weakened() -> Any:
+    """Return a model whose layers say more or less the same."""
+    model = small()
+    for layer in decoder_layers(model):
+        weaken(layer, 0.1)
+    return model
 
 
 class Turning(nn.Module):
@@ -99,7 +108,7 @@ def test_without_evidence_a_translator_is_the_identity() -> None:
 def test_an_exit_before_layers_that_do_nothing_is_always_right_and_needs_no_translator() -> None:
     model = small()
     for layer in decoder_layers(model)[2:]:
-        idle(layer)
+        weaken(layer, 0)
     heads, measures = fit_exits(model, written(*[40] * 8))
     assert [head.layer for head in heads] == [measure.layer for measure in measures] == [1, 2, 3]
     assert [measure.plain_agreement for measure in measures[1:]] == [1.0, 1.0]
@@ -130,7 +139,7 @@ def test_a_layer_that_turns_the_states_is_undone() -> None:
 
 
 def test_agreement_is_that_of_texts_which_were_held_out() -> None:
-    model = small()
+    model = weakened()
     texts = written(*[40] * 8)
     _, measures = fit_exits(model, texts)
     with torch.no_grad():
@@ -141,17 +150,21 @@ def test_agreement_is_that_of_texts_which_were_held_out() -> None:
                 guesses = model.lm_head(model.model.norm(out.hidden_states[measure.layer])).argmax(-1)
                 right.append((guesses == out.logits.argmax(-1)).float())
             assert measure.plain_agreement == pytest.approx(float(torch.cat(right, 1).mean()))
+            assert 0.1 < measure.plain_agreement < 1
 
 
 def test_what_texts_share_is_read_once() -> None:
     """Else a held-out row would also be fitted to."""
-    model = small()
-    shared, *ends = written(30, 1, 1, 1, 20)
+    model = weakened()
+    shared, own = written(30, 20)
+    ends = [[1], [2], [3], own]
+    assert own[0] not in (1, 2, 3)
     _, [measure] = fit_exits(model, [shared + end for end in ends], layers=[1])
     with torch.no_grad():
-        out = model(torch.tensor([shared + ends[-1]]), output_hidden_states=True)
+        out = model(torch.tensor([shared + own]), output_hidden_states=True)
         guesses = model.lm_head(model.model.norm(out.hidden_states[1])).argmax(-1)[:, 30:]
     assert measure.plain_agreement == pytest.approx(float((guesses == out.logits[:, 30:].argmax(-1)).float().mean()))
+    assert 0.1 < measure.plain_agreement < 1
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -207,6 +220,13 @@ def test_a_model_with_more_than_a_norm_at_its_end_is_refused() -> None:
     model = small()
     model.lm_head = nn.Sequential(nn.Linear(64, 64), model.lm_head)
     model.get_output_embeddings = lambda: model.lm_head[1]
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has more than a norm between its layers and"):
+        final_norm(model)
+
+
+def test_a_model_that_changes_what_its_norm_reads_is_refused() -> None:
+    model = small()
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has more than a norm between its layers and"):
         final_norm(model)
 
