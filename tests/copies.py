@@ -46,6 +46,23 @@ def refresh(folder: Path) -> None:
     edit_manifest(folder, measure)
 
 
+def draft_with_target_of(other: Path, folder: Path) -> None:
+    """Put the target of another artifact in the place of a copy's draft."""
+    import onnx
+
+    graph = onnx.load(other / "target.onnx", load_external_data=False)
+    for entry in (entry for tensor in graph.graph.initializer for entry in tensor.external_data):
+        if entry.key == "location":
+            entry.value = "draft.onnx.data"
+    onnx.save(graph, folder / "draft.onnx")
+    for name in ("onnx.data", "reference.npz"):
+        shutil.copyfile(other / f"target.{name}", folder / f"draft.{name}")
+    spec = json.loads((other / MANIFEST_FILE).read_text("utf-8"))["engines"]["target"]
+    names = {"file": "draft.onnx", "weights": "draft.onnx.data", "reference": "draft.reference.npz"}
+    edit_manifest(folder, lambda data: data["engines"].update(draft=spec | names))
+    refresh(folder)
+
+
 def draft_with_target(data: dict[str, Any]) -> None:
     """Make the target its own draft: a draft that is always right."""
     data["engines"]["draft"] = data["engines"]["target"]

@@ -44,6 +44,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _WINDOW = {**_LLAMA, "sliding_window": 24}
+_BOTH_KINDS = ["sliding_attention", "full_attention"]  # one layer of each: most of an export's time is per layer
 _PHI3 = {**_GROUPED, "original_max_position_embeddings": 512}
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _OPT = {**_LONG, "ffn_dim": 96, "word_embed_proj_dim": 64}
@@ -59,8 +60,8 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "mistral-window": ("MistralConfig", _WINDOW),
     "gemma": ("GemmaConfig", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 32}),
     "gemma2": ("Gemma2Config", {**_WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
-    "gemma3": ("Gemma3TextConfig", {**_WINDOW, "query_pre_attn_scalar": 16, "num_hidden_layers": 6}),
-    "smollm3": ("SmolLM3Config", {**_GROUPED, "num_hidden_layers": 4}),
+    "gemma3": ("Gemma3TextConfig", {**_WINDOW, "query_pre_attn_scalar": 16, "layer_types": _BOTH_KINDS}),
+    "smollm3": ("SmolLM3Config", {**_GROUPED, "no_rope_layer_interval": 2}),  # the second layer does not rotate
     "phi3": ("Phi3Config", _PHI3),
     "phi3-partial": ("Phi3Config", {**_PHI3, "head_dim": 32, "rope_parameters": _PARTIAL}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCAB_SIZE}),

@@ -433,17 +433,12 @@ def test_a_plan_goes_beside_its_artifact(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_plans_of_the_default_model_hold_the_weights_once(real_folder: Path, tmp_path: Path) -> None:
-    artifact = exported(real_folder, "smollm2-tensorrt-fp16", "smollm2-135m", dialect="tensorrt", precision="fp16")
-    builds = {"one": RTX, "two": RTX, "8.9": ADA}
-    plans = {name: build(artifact, tmp_path / name, options) / "target.plan" for name, options in builds.items()}
-    assert contents(plans["one"]) == contents(plans["two"])
-    assert header(plans["8.9"])[2] == 1 << 3
-    specs = {name: read_manifest(plan.parent).target for name, plan in plans.items()}
-    assert specs["one"] == specs["two"]
-    for name, plan in plans.items():
-        size = plan.stat().st_size
-        assert specs[name].weight_bytes < size < 1.5 * specs[name].weight_bytes, "one copy of the weights"
+def test_a_plan_of_the_default_model_holds_the_weights_once(real_folder: Path, tmp_path: Path) -> None:
+    profile = {"dialect": "tensorrt", "precision": "fp16", "capacity": 512}
+    artifact = exported(real_folder, "smollm2-tensorrt-fp16", "smollm2-135m", **profile)
+    plan = build(artifact, tmp_path / "out") / "target.plan"
+    weight_bytes = read_manifest(plan.parent).target.weight_bytes
+    assert weight_bytes < plan.stat().st_size < 1.5 * weight_bytes, "one copy of the weights"
 
 
 def test_phases_add_up_and_never_fall() -> None:

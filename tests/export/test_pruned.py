@@ -121,7 +121,8 @@ def test_layers_that_do_nothing_can_go_without_a_trace(model: Any) -> None:
 
 
 def test_each_layer_keeps_its_kind_of_attention(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.make_model("gemma3", tmp_path))
+    source = tiny.make_model("gemma3", tmp_path, num_hidden_layers=6, layer_types=None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
     kinds = model.config.layer_types
     assert len(set(kinds)) == 2
     assert pruned(model, (0, 4, 5)).config.layer_types == [kinds[0], kinds[4], kinds[5]]

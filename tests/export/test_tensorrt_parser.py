@@ -1,5 +1,9 @@
-"""Every family's graph through TensorRT-RTX's own parser and builder, which need no GPU."""
+"""Every family's graph in the TensorRT dialect: it is the model, and TensorRT-RTX's own parser and builder take it.
 
+They need no GPU.
+"""
+
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import tiny
 from specrt_export.builder import Builder, BuildOptions
 from specrt_export.errors import UnsupportedModelError
 from specrt_export.lint_trt import lint_tensorrt
+from specrt_export.parity import BOUNDS
 from specrt_profiles.manifest import read_manifest
 from specrt_profiles.plan import call_shapes
 
@@ -20,8 +25,20 @@ FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_familys_graph_is_parsed_and_built(tmp_path: Path, family: str) -> None:
-    check(tmp_path, family)
+def test_a_family_is_exported_closely_and_lossless_and_its_graph_is_parsed_and_built(
+    tmp_path: Path, family: str
+) -> None:
+    artifact = check(tmp_path, family)
+    target = read_manifest(artifact).target
+    assert (target.dialect, target.exact_widths) == ("tensorrt", tiny.TINY_PROFILE.verify_widths)
+    assert target.parity.max_abs_diff <= 1e-2
+    assert 0 < target.parity.mean_kl <= 1e-6 < BOUNDS["fp16"].mean_kl
+    onnx.checker.check_model(artifact / "target.onnx", full_check=True)
+    nodes = onnx.load(artifact / "target.onnx", load_external_data=False).graph.node
+    assert {node.domain for node in nodes} == {""}
+    found = Counter(node.op_type for node in nodes)
+    assert found["Softmax" if family == "gemma2" else "Attention"] == found["TensorScatter"] // 2 > 0
+    tiny.assert_lossless(artifact, tmp_path / "machine")
 
 
 @pytest.mark.parametrize("family", ["gemma2", "llama"])
@@ -48,7 +65,7 @@ def test_the_lint_refuses_every_operator_that_the_parser_lacks() -> None:
             lint_tensorrt(ir.Model(graph, ir_version=11))
 
 
-def check(folder: Path, family: str, **changes: object) -> None:
+def check(folder: Path, family: str, **changes: object) -> Path:
     """Export and build; the builder checks tensors and in-place updates itself, and refuses a graph it warns of."""
     profile = tiny.profile(dialect="tensorrt", precision="fp16", **changes)
     artifact = tiny.export_tiny(tiny.make_model(family, folder / "source"), folder / "artifact", profile=profile)
@@ -58,3 +75,4 @@ def check(folder: Path, family: str, **changes: object) -> None:
     assert builder.build(spec, artifact / spec.file, shapes, lambda _: None).nbytes > spec.weight_bytes
     warnings = [text for text in builder._log.warnings if "Int64 binding" not in text]
     assert (builder._log.errors, warnings) == ([], [])
+    return artifact
