@@ -63,7 +63,8 @@ def main(
     except SpecRTError as error:
         raise click.ClickException(str(error)) from None
     click.echo(
-        f"{processor()}; {prompts or 'built-in prompts'}, {limit} per category, {max_tokens} tokens, greedy\n\n{_HEADER}"
+        f"{processor()}; {prompts or 'built-in prompts'}, {limit} per category, {max_tokens} tokens, greedy\n\n"
+        f"{_HEADER}"
     )
     for artifact, found in measured.items():
         click.echo(line(artifact, found))

@@ -10,7 +10,7 @@ import torch
 from onnx import numpy_helper
 
 import tiny
-from specrt_export import engine
+from specrt_export import choose
 from specrt_export.calibrate import inputs_of
 from specrt_export.fit import fit_blocks, fit_matrix, inverse_factor, to_round
 from specrt_export.quantize import OffsetBlocks, dequantize_offset, lies_on_grid, quantize_offset
@@ -113,7 +113,7 @@ def test_the_graph_holds_the_fitted_blocks(tmp_path: Path, monkeypatch: pytest.M
         made.update(fit_blocks(*given))
         return made
 
-    monkeypatch.setattr(engine, "fit_blocks", fit)
+    monkeypatch.setattr(choose, "fit_blocks", fit)
     source = tiny.make_model(family, tmp_path / "source")
     artifact = tiny.export_tiny(source, tmp_path / "out", profile=tiny.profile(precision="int4"))
     graph = onnx.load(str(artifact / "target.onnx")).graph

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tiny
-from specrt_export import engine, integer, timing
+from specrt_export import choose, integer, timing
 from specrt_export.calibrate import observe, self_written
 from specrt_export.integer import KINDS, Form, Kind, plan
 from specrt_export.parity import BOUNDS
@@ -126,7 +126,7 @@ def test_what_costs_too_much_accuracy_gets_a_better_form(
 def test_a_machine_without_exact_integer_products_gets_blocks(
     tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "integer_products_are_exact", lambda: False)
+    monkeypatch.setattr(choose, "integer_products_are_exact", lambda: False)
     artifact = tiny.export_tiny(tiny_source, tmp_path / "out", profile=tiny.profile(precision="int8"))
     assert "MatMulIntegerToFloat" not in operators(artifact)
 
@@ -145,7 +145,7 @@ def test_the_graph_computes_the_chosen_form_and_stays_lossless(
         forms = {group: integer._form(trial, group, seen[group[0]], kind, 0.5) for group in groups}
         return {name: found for group, found in forms.items() for name in group}, trial.kl(forms)
 
-    monkeypatch.setattr(engine, "plan", all_of)
+    monkeypatch.setattr(choose, "plan", all_of)
     artifact = tiny.export_tiny(
         tiny.make_model(family, tmp_path / "source"), tmp_path / "out", profile=tiny.profile(precision="int8")
     )
@@ -174,7 +174,7 @@ def test_a_wrong_scale_in_the_graph_fails_the_export(
 
     right = _LazyRows.scales
     monkeypatch.setattr(_LazyRows, "scales", lambda self: right(self) * np.float32(1.01))
-    monkeypatch.setattr(engine, "product_seconds", lambda shape, kind, *, widths: {"block": 9.0}.get(kind, 1.0))
+    monkeypatch.setattr(choose, "product_seconds", lambda shape, kind, *, widths: {"block": 9.0}.get(kind, 1.0))
     monkeypatch.setattr(integer, "TARGET_KL", 1.0)
     with pytest.raises(ExportError, match="with rounded weights does not match its source"):
         tiny.export_tiny(tiny_source, tmp_path / "out", profile=tiny.profile(precision="int8"))
