@@ -61,7 +61,7 @@ Examples:
     type=click.IntRange(min=2),
     default=6144,
     show_default=True,
-    help="Tokens the head can guess, or that an early exit or pruned draft is healed for above all.",
+    help="Tokens that a head or pruned draft can guess, and an early exit learns above all.",
 )
 @click.option("--ffn", type=click.IntRange(min=1), help="Width of the feed-forward layer.  [default: MODEL's]")
 @click.option("--threads", type=click.IntRange(min=1), help="Processor cores to use.  [default: all]")

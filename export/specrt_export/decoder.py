@@ -90,7 +90,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     """Return a model's decoder layers."""
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedModelError(f"{type(model).__name__} keeps its layers in a way that heads are not made for")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps its layers in a way that heads are not made for, nor early exits"
+        )
     return layers
 
 

@@ -17,9 +17,9 @@ from specrt.engine import Engine
 from specrt.errors import SpecRTError
 from specrt.language_model import LanguageModel
 from specrt.machine import time_calls
-from specrt.prompts import BenchPrompt
+from specrt.prompts import BenchPrompt, as_request, check_prompts
 from specrt.replay import replay
-from specrt.requests import Options, Prompt, prompt_ids
+from specrt.requests import Options, prompt_ids
 from specrt.rows import Rows
 from specrt.stats import PartCounts, Statistics, describe_parts
 
@@ -119,6 +119,7 @@ def run_bench(
 
     Raises `SpecRTError` if a setting gives other tokens than plain decoding, where they must be the same.
     """
+    check_prompts(model, prompts, options, chat=chat)
     settings = _settings(drafters, ks, trees)
     runs: _Runs = {}
     for setting in settings:  # binds calls and brings weights into memory, which no measured run should pay for
@@ -222,7 +223,7 @@ def _measure(
 def _run(model: LanguageModel, prompt: BenchPrompt, setting: _Setting, options: Options, *,
          chat: bool) -> tuple[tuple[int, ...], Statistics]:  # fmt: skip
     engine: Any = OneRowEngine(model.target) if setting.name == PLAIN_ONE else None
-    with model.start(_prompt(prompt, chat=chat), _options(options, setting), target=engine, cold=True) as stream:
+    with model.start(as_request(prompt, chat=chat), _options(options, setting), target=engine, cold=True) as stream:
         for _ in stream:
             pass
         return stream.result.token_ids, stream.result.stats
@@ -234,14 +235,10 @@ def _replay(
 ) -> Statistics:  # fmt: skip
     given = _options(options, setting)
     start = prompt_ids(
-        _prompt(prompt, chat=chat), model.tokenizer, vocab_size=model.target.vocab_size,
+        as_request(prompt, chat=chat), model.tokenizer, vocab_size=model.target.vocab_size,
         capacity=model.target.capacity, template_kwargs=given.pop("chat_template_kwargs", None),
     )  # fmt: skip
     return replay(model, start, ids, given, call_s=call_s)
-
-
-def _prompt(prompt: BenchPrompt, *, chat: bool) -> Prompt:
-    return [{"role": "user", "content": prompt.text}] if chat else prompt.text
 
 
 def _options(options: Options, setting: _Setting) -> Options:

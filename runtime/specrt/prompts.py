@@ -1,9 +1,12 @@
 """Prompts of benchmarks: a user's file, or the built-in set."""
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 from specrt.errors import RequestError
+from specrt.language_model import LanguageModel
+from specrt.requests import Options, Prompt, prompt_ids
 from specrt_profiles.prompts import BenchPrompt as BenchPrompt
 from specrt_profiles.prompts import parse_prompts
 
@@ -22,3 +25,20 @@ def load_prompts(path: Path | None, *, limit: int | None = None) -> list[BenchPr
         if limit is None or counts[prompt.category] <= limit:
             prompts.append(prompt)
     return prompts
+
+
+def as_request(prompt: BenchPrompt, *, chat: bool) -> Prompt:
+    """Return what a request takes: a user's message, or the text to continue."""
+    return [{"role": "user", "content": prompt.text}] if chat else prompt.text
+
+
+def check_prompts(model: LanguageModel, prompts: Sequence[BenchPrompt], options: Options, *, chat: bool) -> None:
+    """Raise `RequestError` for a prompt that the model cannot take, before any of them has cost time."""
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            prompt_ids(
+                as_request(prompt, chat=chat), model.tokenizer, vocab_size=model.target.vocab_size,
+                capacity=model.target.capacity, template_kwargs=options.get("chat_template_kwargs"),
+            )  # fmt: skip
+        except RequestError as error:
+            raise RequestError(f"prompt {number} of {len(prompts)} ({prompt.category}): {error}") from None

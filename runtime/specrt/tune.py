@@ -20,7 +20,7 @@ from specrt.cost_model import call_seconds, popular_speedup, seconds_per_step, t
 from specrt.errors import SpecRTError
 from specrt.language_model import LanguageModel
 from specrt.machine import time_calls
-from specrt.prompts import BenchPrompt
+from specrt.prompts import BenchPrompt, as_request, check_prompts
 from specrt.replay import replay
 from specrt.requests import Options, prompt_ids
 from specrt.stats import Statistics
@@ -105,6 +105,7 @@ def run_tune(
     chat: bool, on_run: Callable[[], None],
 ) -> TuneReport:  # fmt: skip
     """Measure and choose; `on_run` is called at most `num_runs` times."""
+    check_prompts(model, prompts, options, chat=chat)
     call_s = time_calls(model.target, context=_CONTEXT, calls=_CALLS, clock=time.perf_counter)
     texts = []
     for prompt in prompts:
@@ -175,7 +176,7 @@ def _verdict(report: TuneReport) -> str:
 
 
 def _write(model: LanguageModel, prompt: BenchPrompt, options: Options, *, chat: bool) -> _Text:
-    text = [{"role": "user", "content": prompt.text}] if chat else prompt.text
+    text = as_request(prompt, chat=chat)
     engine = model.target
     ids = prompt_ids(text, model.tokenizer, vocab_size=engine.vocab_size, capacity=engine.capacity)
     with model.start(ids, _options(options, PLAIN)) as stream:

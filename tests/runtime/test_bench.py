@@ -12,6 +12,7 @@ import specrt
 from specrt import LanguageModel, SpecRTError, Statistics
 from specrt.bench import PLAIN, PLAIN_ONE, BenchRow, OneRowEngine, _row, _Setting, format_table, num_runs, run_bench
 from specrt.prompts import BenchPrompt
+from specrt.tune import run_tune
 from toy import ToyEngine
 
 PROMPTS = [
@@ -112,6 +113,19 @@ def test_every_setting_runs_once_before_anything_is_measured(bench: Run, started
     drafted = [(drafter, k, False) for drafter in ("suffix", "model") for k in (3, "auto")]
     assert order == [("none", 0, True), ("none", 0, False), *drafted] * 4
     assert [options["max_tokens"] for _, options, _ in started] == [8] * 6 + [20] * 18
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(
+    tiny_model: LanguageModel, started: list[Any]
+) -> None:
+    prompts = [BenchPrompt("short", "the quick"), BenchPrompt("long", "word " * 300)]
+    words = r"^prompt 2 of 2 \(long\): the prompt has \d+ tokens, the capacity is 128: shorten it"
+    common: dict[str, Any] = {"repeats": 1, "options": {}, "chat": False, "on_run": lambda: None}
+    with pytest.raises(SpecRTError, match=words):
+        run_bench(tiny_model, prompts, drafters=["ngram"], ks=[1], **common)
+    with pytest.raises(SpecRTError, match=words):
+        run_tune(tiny_model, prompts, drafters=["ngram"], **common)
+    assert not started
 
 
 def test_chat_prompts_go_through_the_template(bench: Run, started: list[Any]) -> None:
