@@ -119,11 +119,11 @@ def run_bench(
 
     Raises `SpecRTError` if a setting gives other tokens than plain decoding, where they must be the same.
     """
-    check_prompts(model, prompts, options, chat=chat)
     settings = _settings(drafters, ks, trees)
     runs: _Runs = {}
     for setting in settings:  # binds calls and brings weights into memory, which no measured run should pay for
         _run(model, prompts[0], setting, {**options, "max_tokens": _WARM_UP}, chat=chat)
+    check_prompts(model, prompts, options, chat=chat)
     same = options.get("coupling") != "rejection"
     replays: dict[tuple[str, str], list[Statistics]] = {}
     others: Counter[tuple[str, str]] = Counter()

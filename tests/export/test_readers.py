@@ -39,17 +39,18 @@ def refused(source: Path, out: Path, error: type[Exception], words: str, **reque
     assert not out.exists()
 
 
-def test_what_does_not_go_together_is_refused(tiny_source: Path, tmp_path: Path) -> None:
-    eagle = tiny.make_head(tiny_source, tmp_path / "eagle.safetensors", "eagle")
-    third = tiny.make_head(tiny_source, tmp_path / "eagle3.safetensors", "eagle3")
-    medusa = tiny.make_medusa(tiny_source, tmp_path / "medusa.safetensors", matrices=0)
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    source = tiny.make_model("llama", tmp_path / "source", num_hidden_layers=8)
+    eagle = tiny.make_head(source, tmp_path / "eagle.safetensors", "eagle")
+    third = tiny.make_head(source, tmp_path / "eagle3.safetensors", "eagle3")
+    medusa = tiny.make_medusa(source, tmp_path / "medusa.safetensors", matrices=0)
     out, given = tmp_path / "out", exit_file(tmp_path)
     for words, request in {
         "expected one file per drafter, found two for eagle": {"heads": (eagle, third)},
         "expected heads that read the same layers": {"heads": (third, medusa)},
         "expected --early-exit or an exit's --head, found both": {"heads": (given,), "early_exit": 1},
         "expected no EAGLE-3 head beside it": {"heads": (third,), "early_exit": 1},
-        "expected auto or 1 to 1 layers, found 2": {"early_exit": 2},
+        "expected auto or 1 to 7 layers, found 8": {"early_exit": 8},
         "expected --precision fp32, int8 or int4, found fp16": {
             "early_exit": 1, "profile": tiny.profile(precision="fp16")
         },
@@ -57,7 +58,7 @@ def test_what_does_not_go_together_is_refused(tiny_source: Path, tmp_path: Path)
             "early_exit": "auto", "profile": tiny.profile(dialect="tensorrt")
         },
     }.items():  # fmt: skip
-        refused(tiny_source, out, ExportError, words, **request)
+        refused(source, out, ExportError, words, **request)
 
 
 def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
