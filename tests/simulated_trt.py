@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,15 +135,21 @@ class SimulatedRuntime(_Counted):
         return SimulatedEngine(self.trt, self._logger, plan | self.trt.edit)
 
 
+@cache
+def _session(path: str) -> ort.InferenceSession:
+    """Open a graph once per process: its state is in what is bound, and opening is most of a test's time."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
 class SimulatedEngine(_Counted):
     """A deserialized plan."""
 
     def __init__(self, trt: SimulatedTensorrt, logger: Any, plan: dict[str, Any]) -> None:
         super().__init__(trt)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(plan["graph"], options, providers=["CPUExecutionProvider"])
+        self.session = _session(plan["graph"])
         self.logger, self.profiles, self.aliases = logger, plan["profiles"], plan["aliases"]
         self._shapes, self._bfloat16 = plan["shapes"], plan["bfloat16"]
         self.locations, self.renamed = plan.get("locations", {}), plan.get("renamed", {})

@@ -34,8 +34,9 @@ def tune(
 ) -> None:  # fmt: skip
     """Find out which drafter and k are fastest here, and make them the default on this machine.
 
-    The choice is kept beside what else was measured on this machine, never in the artifact, and holds for requests that
-    name neither drafter nor k.
+    On artifacts that take trees, drafters that can branch are tried both ways (strict: no bit changes). The choice
+    is kept beside what else was measured on this machine, never in the artifact, and holds for requests that name
+    neither drafter nor k.
     """
     from specrt.language_model import load
     from specrt.machine import Choice
@@ -58,18 +59,19 @@ def tune(
         manifest = model.manifest
         heads_run = model.target.features is not None
         names = drafters or [n for n in manifest.drafter_names if heads_run or not manifest.reads_target(n)]
-        live = [name for name in names if manifest.reads_target(name)]
-        runs = num_runs(len(texts), len(names) - len(live), len(model.target.verify_widths), repeats, len(live))
+        trees = manifest.of_trees(names) if model.target.takes_trees else []
+        shapes = [*names, *trees]
+        num_live = sum(map(manifest.reads_target, shapes))
+        runs = num_runs(len(texts), len(shapes) - num_live, len(model.target.verify_widths), repeats, num_live)
         with options.progress(runs) as advance:
             report = run_tune(
                 model, texts, drafters=names, repeats=repeats, options=given,
-                chat=model.tokenizer.has_chat_template and not raw, on_run=advance,
+                chat=model.tokenizer.has_chat_template and not raw, on_run=advance, trees=trees,
             )  # fmt: skip
         if not dry_run:
             best = report.choice
-            model.machine.choose(
-                Choice(drafter=best.drafter, k=best.k, max_step_ms=max_step_ms if best.k == "auto" else None)
-            )
+            longest = max_step_ms if best.k == "auto" else None
+            model.machine.choose(Choice(drafter=best.drafter, k=best.k, max_step_ms=longest, tree=best.tree))
     page = format_report(report) if dry_run else f"{format_report(report)}\nkept in {model.machine.path}"
     click.echo(json.dumps({"artifact": str(artifact), **report.to_dict()}) if as_json else page)
     if plot is not None:

@@ -39,11 +39,15 @@ def default_cache_dir() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a request that says nothing else drafts with: `none` for plain decoding; see `specrt tune`."""
+    """What a request that says nothing else drafts with: `none` for plain decoding; see `specrt tune`.
+
+    tree: guesses may branch, and the text keeps its bits (`strict`).
+    """
 
     drafter: str
     k: int | Literal["auto"]
     max_step_ms: float | None = None
+    tree: bool = False
 
 
 @dataclass(frozen=True, slots=True)

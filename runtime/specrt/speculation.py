@@ -51,6 +51,7 @@ def resolve_speculation(
     if choice is not None and "drafter" not in given:
         default = choice.drafter
         given = {"k": choice.k, "max_step_ms": choice.max_step_ms} | dict(given) if "k" not in given else given
+        given = {"tree": True, "strict": True} | dict(given) if choice.tree else given
     drafter = given.get("drafter", default)
     if drafter not in (*drafters, "none"):
         raise RequestError(f"drafter: the artifact has {', '.join((*drafters, 'none'))}, found {drafter!r}")

@@ -11,7 +11,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
@@ -31,13 +31,15 @@ _CONTEXT, _CALLS = 256, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A drafter with a k; plain decoding is `none` with k = 0."""
+    """A drafter with a k; plain decoding is `none` with k = 0. tree: guesses may branch; texts keep their bits."""
 
     drafter: str
     k: int | Literal["auto"]
+    tree: bool = False
 
     def __str__(self) -> str:
-        return "plain" if self.drafter == "none" else f"{self.drafter} k={self.k}"
+        shape = " tree" if self.tree else ""
+        return "plain" if self.drafter == "none" else f"{self.drafter} k={self.k}{shape}"
 
 
 PLAIN = Setting(drafter="none", k=0)
@@ -102,9 +104,12 @@ class _Text:
 
 def run_tune(
     model: LanguageModel, prompts: Sequence[BenchPrompt], *, drafters: Sequence[str], repeats: int, options: Options,
-    chat: bool, on_run: Callable[[], None],
+    chat: bool, on_run: Callable[[], None], trees: Collection[str] = (),
 ) -> TuneReport:  # fmt: skip
-    """Measure and choose; `on_run` is called at most `num_runs` times."""
+    """Measure and choose; `on_run` is called at most `num_runs` times.
+
+    trees: drafters that are tried with trees as well. These are strict, so that a choice never costs a text its bits.
+    """
     check_prompts(model, prompts, options, chat=chat)
     call_s = time_calls(model.target, context=_CONTEXT, calls=_CALLS, clock=time.perf_counter)
     texts = []
@@ -112,9 +117,10 @@ def run_tune(
         texts.append(_write(model, prompt, options, chat=chat))
         on_run()
     ks: list[int | Literal["auto"]] = [*(width - 1 for width in call_s), "auto"]
-    live = [Setting(drafter=name, k="auto") for name in drafters if model.manifest.reads_target(name)]
-    drafters = [name for name in drafters if not model.manifest.reads_target(name)]
-    settings = [PLAIN, *(Setting(drafter=name, k=k) for name in drafters for k in ks)]
+    shapes = [(name, tree) for name in drafters for tree in (False, True)[: 1 + (name in trees)]]
+    live = [Setting(drafter=name, k="auto", tree=tree) for name, tree in shapes if model.manifest.reads_target(name)]
+    replayable = [(name, tree) for name, tree in shapes if not model.manifest.reads_target(name)]
+    settings = [PLAIN, *(Setting(drafter=name, k=k, tree=tree) for name, tree in replayable for k in ks)]
     replayed: dict[Setting, list[Statistics]] = {}
     for setting in settings:
         replayed[setting] = [_replay(model, text, setting, options, call_s) for text in texts]
@@ -132,13 +138,18 @@ def run_tune(
     choice = max((row for row in done if row.measured is not None), key=lambda row: row.tokens_per_s).setting
     return TuneReport(
         call_s=call_s, max_step_ms=options.get("max_step_ms"),
-        acceptance={name: _accepted(replayed[Setting(drafter=name, k=ks[-2])]) for name in drafters},
+        acceptance={
+            name: _accepted(replayed[Setting(drafter=name, k=ks[-2])]) for name, tree in replayable if not tree
+        },
         rows=done, too_slow=too_slow, choice=choice,
     )  # fmt: skip
 
 
 def num_runs(num_prompts: int, num_drafters: int, num_widths: int, repeats: int, num_live: int = 0) -> int:
-    """Return at most how often `run_tune` calls `on_run`; num_live: drafters beside the others, not to be replayed."""
+    """Return at most how often `run_tune` calls `on_run`; a drafter of trees counts twice.
+
+    num_live: drafters beside the others, which cannot be replayed.
+    """
     return num_prompts + 1 + num_drafters * (num_widths + 1) + num_prompts * repeats * (CONFIRMED + 1 + num_live)
 
 
@@ -148,13 +159,13 @@ def format_report(report: TuneReport) -> str:
     lines = [f"verify calls in ms: {calls}", ""]
     for drafter, shares in report.acceptance.items():
         lines.append(f"{drafter}, accepted by position: {' '.join(f'{share:.0%}' for share in shares)}")
-    head = "setting          predicted  measured  speedup  tokens/step  draft ms  spread  formula  k a/(1+c)"
+    head = "setting               predicted  measured  speedup  tokens/step  draft ms  spread  formula  k a/(1+c)"
     lines += ["", head, "-" * len(head)]
     for row in report.rows:
         predicted, measured = ("-" if rate is None else f"{rate:.1f}" for rate in (row.predicted, row.measured))
         spread = "-" if row.spread is None else f"{row.spread:.0%}"
         lines.append(
-            f"{row.setting!s:<15} {predicted:>10} {measured:>9} {row.speedup:>7.2f}x "
+            f"{row.setting!s:<20} {predicted:>10} {measured:>9} {row.speedup:>7.2f}x "
             f"{row.tokens_per_step:>12.2f} {1e3 * row.draft_s:>9.2f} {spread:>7} "
             f"{_times(row.formula):>8} {_times(row.popular):>10}"
         )
@@ -201,6 +212,8 @@ def _options(options: Options, setting: Setting) -> Options:
     given: Options = {"seed": 0, **options, "drafter": setting.drafter, "k": setting.k}
     if setting.k != "auto":
         given.pop("max_step_ms", None)
+    if setting.tree:
+        given |= {"tree": True, "strict": True}
     return given
 
 
@@ -254,9 +267,9 @@ def _row(setting: Setting, stats: Sequence[Statistics], texts: Sequence[_Text]) 
 def _by_formula(
     row: TunedRow, stats: Sequence[Statistics], widest: Sequence[Statistics], call_s: Mapping[int, float]
 ) -> TunedRow:
-    """Add what formulas say of a setting; `widest` are the statistics of its drafter at the largest k."""
+    """Add what formulas say of chains of a fixed k; `widest` are the statistics of its drafter at the largest k."""
     k = row.setting.k
-    if k == "auto" or not widest:
+    if k == "auto" or not widest or row.setting.tree:
         return row
     accepted = _accepted(widest)
     proposed = _shares([s.proposed_by_position for s in widest], widest)

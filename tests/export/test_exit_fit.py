@@ -34,6 +34,8 @@ def threads() -> Iterator[None]:
 
 def small(family: str = "llama", *, layers: int = LAYERS, seed: int = 0) -> Any:
     name, settings = tiny.FAMILIES[family]
+    if "layer_types" in settings:
+        settings = {**settings, "layer_types": (settings["layer_types"] * layers)[:layers]}
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, name)(**{**settings, "num_hidden_layers": layers})

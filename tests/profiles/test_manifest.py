@@ -180,7 +180,8 @@ def is_entry(keys: Keys) -> bool:
 
 def may_be_absent(keys: Keys) -> bool:
     """Tell whether artifacts written before a key came to be are read without it."""
-    places = {("engines", "plan"), ("heads", "plan"), ("drafters", "tokens"), ("drafters", "tree")}
+    places = {(where, key) for where in ("engines", "heads") for key in ("plan", "exit")}
+    places |= {("drafters", "tokens"), ("drafters", "tree")}
     return keys in {("heads",), ("profile", "output")} or (len(keys) == 3 and (keys[0], keys[2]) in places)
 
 

@@ -19,7 +19,7 @@ from simulated_gpu import add_cuda_sessions, add_gpu, open_on_gpu
 from simulated_ort import SimulatedCudaSession
 from simulated_trt import plan_artifact
 from specrt.device_rows import DeviceLogits, DeviceRow, DeviceRows
-from specrt.drafters.model import ModelDrafter
+from specrt.drafters.model import ModelDrafter, guess_chain
 from specrt.engine_bound import BoundEngine
 from specrt.engine_ort import OrtEngine
 from specrt.errors import EngineError, ManifestError, RequestError
@@ -214,11 +214,16 @@ def test_a_row_without_a_best_token_ends_the_request(engine: BoundEngine) -> Non
 
 def test_a_draft_of_another_vocabulary_is_asked_for_its_row(engine: BoundEngine) -> None:
     row = engine.verify(TOKENS[:2])[1]
-    wide = ModelDrafter(engine, vocab_size=V + 8)._widen(row)
-    np.testing.assert_array_equal(np.asarray(wide), [*np.asarray(row), *[-np.inf] * 8])
-    narrow = ModelDrafter(engine, vocab_size=V - 8)._widen(row)
-    np.testing.assert_array_equal(np.asarray(narrow), np.asarray(row)[:-8])
-    assert ModelDrafter(engine, vocab_size=V)._widen(row) is row
+    logits = np.asarray(row)
+    for vocab_size, wanted in ((V + 8, [*logits, *[-np.inf] * 8]), (V - 8, logits[:-8]), (V, [-np.inf] * V)):
+        drafter = ModelDrafter(engine, vocab_size=vocab_size)
+        sampler = Sampler(SamplingParams(), [1], vocab_size=vocab_size, end_ids=())
+        buffer = np.full(vocab_size, -np.inf, np.float32)
+        proposal = guess_chain(
+            row, engine.decode, sampler, start=2, limit=1, row=buffer, token_ids=drafter._token_ids
+        )  # fmt: skip
+        np.testing.assert_array_equal(buffer, wanted)
+        assert proposal.token_ids == (int(logits[:vocab_size].argmax()),)
 
 
 def test_a_device_that_finds_other_tokens_is_refused_when_it_is_first_used(

@@ -304,8 +304,8 @@ def test_a_device_that_was_current_stays_it(engine: TrtEngine, machine: Machine)
 
 
 FAILURES = {
-    "cuDevicePrimaryCtxRetain": range(1), "cuStreamCreate": range(1), "cuMemAlloc": range(0, 13, 3),
-    "cuMemHostAlloc": range(8), "cuMemsetD8Async": range(0, 13, 4), "cuStreamSynchronize": range(0, 8, 7),
+    "cuDevicePrimaryCtxRetain": range(1), "cuStreamCreate": range(1), "cuMemAlloc": range(0, 13, 6),
+    "cuMemHostAlloc": (0, 3, 7), "cuMemsetD8Async": (0, 12), "cuStreamSynchronize": (0, 7),
 }  # fmt: skip
 
 
@@ -320,7 +320,7 @@ def test_a_failure_halfway_through_opening_frees_everything(
     assert not machine.driver.is_current
 
 
-@pytest.mark.parametrize("count", range(7))
+@pytest.mark.parametrize("count", [0, 3, 6])
 def test_a_context_that_is_not_given_frees_everything(
     artifact: Path, spec: EngineSpec, machine: Machine, count: int
 ) -> None:

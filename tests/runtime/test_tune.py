@@ -1,6 +1,9 @@
 """`specrt tune`: what is chosen is the fastest that was measured, and holds on this machine until forgotten."""
 
 import json
+import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from specrt.cli import main
 from specrt.errors import RequestError, SpecRTError
 from specrt.machine import Choice
 from specrt.prompts import BenchPrompt
+from specrt.speculation import resolve_speculation
 from specrt.tune import PLAIN, Setting, format_report, num_runs, run_tune
 
 PROMPTS = [BenchPrompt("a", "one two one two one two"), BenchPrompt("b", "three")]
@@ -65,7 +69,61 @@ def test_drafters_that_cannot_be_replayed_run_for_real(trees_artifact: Path, tmp
         assert row.tokens_per_step >= 1
         assert sum(setting.drafter == name for setting in rows) == 1
     assert found.choice == max(rows.values(), key=lambda row: row.measured or 0).setting
-    assert "eagle k=auto             -" in format_report(found)
+    assert re.search(r"^eagle k=auto +- ", format_report(found), re.MULTILINE)
+
+
+def test_trees_are_tried_where_the_artifact_takes_them(
+    trees_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    started: list[Any] = []
+    start = specrt.LanguageModel.start
+    monkeypatch.setattr(
+        specrt.LanguageModel, "start",
+        lambda self, prompt, options, **named: started.append(options) or start(self, prompt, options, **named),
+    )  # fmt: skip
+    with specrt.load(trees_artifact, cache_dir=tmp_path) as model:
+        found = run_tune(
+            model, PROMPTS, drafters=("ngram", "suffix", "eagle"), trees=("suffix", "eagle"), repeats=1, chat=False,
+            options={"max_tokens": 12, "temperature": 0.0}, on_run=lambda: runs.append(1),
+        )  # fmt: skip
+        assert 0 < len(runs) <= num_runs(len(PROMPTS), 3, len(model.target.verify_widths), 1, 2)
+    settings = {row.setting for row in found.rows}
+    branching = {setting for setting in settings if setting.tree}
+    ks = (1, 3, 5, 9, 15, "auto")
+    assert branching == {
+        *(Setting(drafter="suffix", k=k, tree=True) for k in ks),  # type: ignore[arg-type]
+        Setting(drafter="eagle", k="auto", tree=True),
+    }  # fmt: skip
+    assert {replace(setting, tree=False) for setting in branching} < settings
+    assert all(row.formula is None for row in found.rows if row.setting.tree)
+    assert all(options["strict"] for options in started if options.get("tree"))
+    assert sum(bool(options.get("tree")) for options in started) >= 2 * 7
+    assert "suffix k=9 tree " in format_report(found)
+
+
+def test_a_tree_that_was_chosen_keeps_the_bits_of_a_text(trees_artifact: Path, tmp_path: Path) -> None:
+    with specrt.load(trees_artifact, cache_dir=tmp_path) as model:
+        model.machine.choose(Choice(drafter="suffix", k=9, tree=True))
+    with specrt.load(trees_artifact, cache_dir=tmp_path) as model:
+        assert model.choice == Choice(drafter="suffix", k=9, tree=True)
+        resolve = partial(
+            resolve_speculation, drafters={"suffix": 15, "eagle": 5}, default="eagle", choice=model.choice, max_k=15,
+            trees=("suffix", "eagle"),
+        )  # fmt: skip
+        for given, wanted in (
+            ({}, ("suffix", 9, True, True)),
+            ({"k": 3}, ("suffix", 3, True, True)),
+            ({"tree": False}, ("suffix", 9, False, True)),
+            ({"strict": False}, ("suffix", 9, True, False)),
+            ({"drafter": "eagle"}, ("eagle", 5, False, False)),
+        ):
+            how = resolve(given)
+            assert (how.drafter, how.k, how.tree, how.strict) == wanted
+        options: Any = {"max_tokens": 40, "ignore_eos": True, "logprobs": 1}
+        plain, chosen = model.generate("one two one", k=0, **options), model.generate("one two one", **options)
+        assert chosen.stats.drafter == "suffix"
+        assert (chosen.token_ids, chosen.logprobs) == (plain.token_ids, plain.logprobs)
 
 
 def test_steps_that_take_too_long_are_not_chosen(tiny_model: specrt.LanguageModel) -> None:
