@@ -1,5 +1,6 @@
 """Fixtures: tiny exported models for every run, the real default model for the slow tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -41,6 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "qwen" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> Iterator[None]:
+    """Let garbage collections pass over what was there before: torch alone makes each of them take a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,8 @@ from specrt_profiles.manifest import read_manifest
 from specrt_profiles.plan import PlanShape, call_shapes, kv_aliases
 
 trt: Any = pytest.importorskip("tensorrt_rtx", reason="not installed: pip install 'specrt[tensorrt-rtx]'")
+pytestmark = pytest.mark.usefixtures("frozen_heap")  # each test ends with a collection
+
 RTX = BuildOptions(builder="tensorrt-rtx")
 ADA = BuildOptions(builder="tensorrt-rtx", compute_capabilities=("8.9",))
 

@@ -26,6 +26,8 @@ from specrt.engine_ort_cuda import OrtCudaEngine
 from specrt.errors import EngineError
 from specrt_profiles.manifest import read_manifest
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")  # what is left open is counted after a collection
+
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, tiny.VOCAB_SIZE, 128)]
 
 

@@ -30,6 +30,8 @@ from specrt.engine_trt import TrtEngine
 from specrt.errors import EngineError, MissingExtraError, RequestError
 from specrt_profiles.manifest import EngineSpec, read_manifest
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")  # what is left open is counted after a collection
+
 WIDTHS = (2, 4, 6, 10, 16)
 CAPACITY, PREFILL = 128, 16
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, tiny.VOCAB_SIZE, CAPACITY)]
