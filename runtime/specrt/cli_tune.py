@@ -41,6 +41,7 @@ def tune(
     from specrt.language_model import load
     from specrt.machine import Choice
     from specrt.prompts import load_prompts
+    from specrt.speculation import runnable
     from specrt.tune import format_report, num_runs, run_tune
     from specrt.tune_plot import check_plot, write_plot
 
@@ -57,8 +58,8 @@ def tune(
         given["max_step_ms"] = max_step_ms
     with load(artifact, device=device, threads=threads) as model:
         manifest = model.manifest
-        heads_run = model.target.features is not None
-        names = drafters or [n for n in manifest.drafter_names if heads_run or not manifest.reads_target(n)]
+        has = {"has_features": model.target.features is not None, "has_exit": model.target.exit is not None}
+        names = drafters or runnable(manifest, **has)
         trees = manifest.of_trees(names) if model.target.takes_trees else []
         shapes = [*names, *trees]
         num_live = sum(map(manifest.reads_target, shapes))

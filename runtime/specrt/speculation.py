@@ -8,6 +8,7 @@ from typing import Any
 from specrt.drafters import ngram
 from specrt.errors import RequestError
 from specrt.machine import Choice
+from specrt_profiles.drafter import EARLY_EXIT, HEADS
 from specrt_profiles.manifest import LOOKUP, Manifest
 
 
@@ -36,6 +37,16 @@ def default_drafter(manifest: Manifest, *, has_features: bool) -> str:
     if has_features or not manifest.reads_target(default):
         return default
     return (manifest.parts(default) or (LOOKUP,))[0]
+
+
+def runnable(manifest: Manifest, *, has_features: bool, has_exit: bool) -> list[str]:
+    """Return the drafters of an artifact that an engine can run: heads read features, early exits need an exit."""
+    missing = {*(() if has_features else HEADS), *(() if has_exit else (EARLY_EXIT,))}
+    kinds = {name: spec.kind for name, spec in manifest.all_drafters.items()}
+    return [
+        name for name in manifest.drafter_names
+        if missing.isdisjoint(kinds[part] for part in manifest.parts(name) or (name,))
+    ]  # fmt: skip
 
 
 def resolve_speculation(

@@ -22,7 +22,9 @@ from specrt.engine_ort_exit import OrtExitEngine
 from specrt.errors import EngineError, ManifestError, RequestError
 from specrt.prompts import BenchPrompt
 from specrt.sampling import Sampler, SamplingParams
+from specrt.speculation import runnable
 from specrt.trace import run_trace
+from specrt.tune import run_tune
 from specrt_profiles.manifest import read_manifest
 
 V, LAYERS, EXIT = tiny.VOCAB_SIZE, 4, 3
@@ -311,6 +313,18 @@ def test_traces_and_benchmarks_take_it(model: specrt.LanguageModel) -> None:
         options={"max_tokens": 20, "ignore_eos": True}, chat=False, on_run=lambda: None,
     )  # fmt: skip
     assert [(row.drafter, row.num_tokens) for row in rows if row.k == 3] == [("early-exit", 20)]
+
+
+def test_the_tuner_tries_it_where_it_runs(model: specrt.LanguageModel) -> None:
+    manifest, all_names = model.manifest, ["ngram", "suffix", "early-exit", "combined"]
+    assert model.target.features is None
+    assert runnable(manifest, has_features=False, has_exit=True) == all_names
+    assert runnable(manifest, has_features=True, has_exit=False) == ["ngram", "suffix"]
+    found = run_tune(
+        model, [BenchPrompt("all", "the quick brown")], drafters=["ngram", "early-exit"], repeats=1,
+        options={"max_tokens": 8, "temperature": 0.0}, chat=False, on_run=lambda: None,
+    )  # fmt: skip
+    assert any(row.setting.drafter == "early-exit" and row.measured is not None for row in found.rows)
 
 
 def test_what_cannot_be_done_is_said(model: specrt.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
