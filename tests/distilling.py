@@ -1,11 +1,14 @@
 """Small trainings of heads."""
 
 import io
+import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from specrt_export.distill.call import DistillRequest
 from specrt_export.distill.run import distill
@@ -43,3 +46,26 @@ def card_of(head: Path) -> dict[str, Any]:
     """Return the card beside a head."""
     found: dict[str, Any] = json.loads(head.with_suffix(".json").read_text("utf-8"))
     return found
+
+
+def run(wanted: DistillRequest, **clock: Any) -> tuple[Path | None, str]:
+    """Train; return the head, None where the minutes ended before there was one, and what was said."""
+    stream = io.StringIO()
+    return distill(wanted, Progress(stream=stream), **clock), stream.getvalue()
+
+
+def assert_resumes(wanted: DistillRequest, trained: Path) -> Path:
+    """Train on a finished training's text with a clock that interrupts; assert that it ends at the same head."""
+    shutil.copytree(trained / "work" / "texts", wanted.work / "texts")
+    shutil.copy(trained / "work" / "about.json", wanted.work)
+    states: list[int | None] = []
+    while not states or states[-1] != card_of(trained / "head.safetensors")["updates"]:
+        ticks = itertools.count()
+        written, _ = run(wanted, clock=lambda ticks=ticks: 1.5 * next(ticks))
+        states.append(None if written is None else card_of(written)["updates"])
+        assert len(states) < 12
+    assert len(states) > 2
+    assert written is not None
+    for name, tensor in load_file(trained / "head.safetensors").items():
+        assert tensor.equal(load_file(written)[name]), name
+    return written

@@ -55,24 +55,16 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
 
     Raises `ExportError` when the graph does not match its source within the precision's bounds.
     """
-    name, profile = request.name, request.profile
-    with progress.step(f"{name}: load {request.checkpoint.name}"):
-        model = load_model(request.checkpoint)
+    name = request.name
+    model, texts = _load(request, tokenizer, progress)
     generation_config, architecture = model.generation_config, type(model).__name__
-    texts = parity.reference_tokens(tokenizer, profile, window=request.window)
-    _check_tokens(texts, request.checkpoint.name, num_rows=len(model.get_input_embeddings().weight))
-    for head in request.heads:
-        check_target(head, model, request.checkpoint.name, texts[0])
-    if request.exit is not None and request.exit.file is not None:
-        request.exit.file.check_target(model, request.checkpoint.name)
     written = cache(partial(write_text, model, request, tokenizer, progress))
     if request.token_ids is not None:
         written()  # while it can say all tokens
         trim_output(model, request.token_ids)
-    reference = folder / f"{name}.reference.npz"
     with progress.step(f"{name}: reference logits from the source"):
         source = parity.source_logits(model, texts)
-        write_reference(reference, texts, source)
+        write_reference(folder / f"{name}.reference.npz", texts, source)
     path = folder / f"{name}.onnx"
     chosen = choose(model, request, written, progress)
     exit_head = None if request.exit is None else choose_exit(request.exit, model, written(), progress)
@@ -100,18 +92,40 @@ def build_engine(request: EngineRequest, tokenizer: Any, folder: Path, progress:
     )
     if exit_line is not None:
         progress.say(exit_line)
-    spec = EngineSpec(
-        dialect=profile.dialect, file=path.name, weights=f"{path.name}.data", reference=reference.name,
-        precision=profile.precision,
-        model=_model_info(request.checkpoint, architecture), capacity=profile.capacity, slots=profile.slots,
-        prefill_width=profile.prefill_width, verify_widths=profile.verify_widths, vocab_size=request.dims.vocab_size,
-        weight_bytes=weight_bytes, inputs=request.tables[0], outputs=request.tables[1], parity=measured,
-        exact_widths=exact, exit=exit_spec,
-    )  # fmt: skip
+    spec = _spec(request, path, architecture, weight_bytes, measured, exact, exit_spec)
     files = {
         file: FileEntry(size=(folder / file).stat().st_size, sha256=digest) for file, digest in (hashes | more).items()
     }
     return BuiltEngine(spec=spec, files=files, generation_config=generation_config, parts=parts)
+
+
+def _load(request: EngineRequest, tokenizer: Any, progress: Progress) -> tuple[Any, list[list[int]]]:
+    """Load the source, and check what belongs to it; return it, and the texts that the graph is compared on."""
+    name = request.checkpoint.name
+    with progress.step(f"{request.name}: load {name}"):
+        model = load_model(request.checkpoint)
+    texts = parity.reference_tokens(tokenizer, request.profile, window=request.window)
+    _check_tokens(texts, name, num_rows=len(model.get_input_embeddings().weight))
+    for head in request.heads:
+        check_target(head, model, name, texts[0])
+    if request.exit is not None and request.exit.file is not None:
+        request.exit.file.check_target(model, name)
+    return model, texts
+
+
+def _spec(
+    request: EngineRequest, path: Path, architecture: str, weight_bytes: int, measured: Parity, exact: tuple[int, ...],
+    exit_spec: ExitSpec | None,
+) -> EngineSpec:  # fmt: skip
+    """Return the manifest's entry of a written graph."""
+    profile, (inputs, outputs) = request.profile, request.tables
+    return EngineSpec(
+        dialect=profile.dialect, file=path.name, weights=f"{path.name}.data", reference=f"{request.name}.reference.npz",
+        precision=profile.precision, model=_model_info(request.checkpoint, architecture), capacity=profile.capacity,
+        slots=profile.slots, prefill_width=profile.prefill_width, verify_widths=profile.verify_widths,
+        vocab_size=request.dims.vocab_size, weight_bytes=weight_bytes, inputs=inputs, outputs=outputs, parity=measured,
+        exact_widths=exact, exit=exit_spec,
+    )  # fmt: skip
 
 
 def _check_tokens(texts: list[list[int]], name: str, *, num_rows: int) -> None:

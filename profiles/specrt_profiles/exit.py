@@ -1,7 +1,8 @@
 """An early exit of a target: its graph in three parts, so that the layers below the exit can run alone.
 
-Parts share the weights file of the whole graph, and no matrix is read by two of them. With H values per row (float32,
-as is all that the graph computes), W tokens and R rows of logits:
+Parts share the weights file of the whole graph, and no two of them multiply with the same matrix (an embedding that is
+the output matrix as well is gathered from in the first). With H values per row (float32, as is all that the graph
+computes), W tokens and R rows of logits:
 
 | part | reads | gives |
 |---|---|---|

@@ -78,6 +78,7 @@ def bench(
     from specrt.language_model import load
     from specrt.output import check_folder
     from specrt.prompts import load_prompts
+    from specrt.speculation import runnable
 
     given: Any = {"max_tokens": 128, **options.given(sampling)}
     if ks and "k" in given:
@@ -90,7 +91,7 @@ def bench(
     ks = ks or ([given.pop("k")] if "k" in given else [3, 5, 9])
     texts = load_prompts(prompts, limit=limit)
     with load(artifact, device=device, threads=threads) as model:
-        drafters = given.pop("drafter", model.manifest.drafter_names)
+        drafters = given.pop("drafter", runnable(model.manifest, model.target))
         trees = (model.manifest.of_trees(drafters) or drafters) if given.pop("tree", False) else []
         with options.progress(num_runs(len(texts), drafters, ks, repeats, trees)) as advance:
             rows = run_bench(

@@ -58,8 +58,7 @@ def tune(
         given["max_step_ms"] = max_step_ms
     with load(artifact, device=device, threads=threads) as model:
         manifest = model.manifest
-        has = {"has_features": model.target.features is not None, "has_exit": model.target.exit is not None}
-        names = drafters or runnable(manifest, **has)
+        names = drafters or runnable(manifest, model.target)
         trees = manifest.of_trees(names) if model.target.takes_trees else []
         shapes = [*names, *trees]
         num_live = sum(map(manifest.reads_target, shapes))

@@ -22,7 +22,7 @@ from specrt.errors import RequestError
 from specrt.inspect import kv_bytes
 from specrt.language_model import LanguageModel
 from specrt.machine import processor
-from specrt_profiles.drafter import HEADS
+from specrt_profiles.drafter import READERS
 from specrt_profiles.manifest import EngineSpec
 
 _CONTEXT = 256  # tokens
@@ -55,7 +55,7 @@ def run_engine_bench(
     model: LanguageModel, *, threads: int | None, context: int | None, repeats: int, on_round: Callable[[], None],
     clock: Clock = time.perf_counter,
 ) -> EngineReport:  # fmt: skip
-    """Measure the target of a loaded artifact and its draft engine, if it has one; heads are left out.
+    """Measure the target of a loaded artifact and its draft engine, if it has one; heads and exits are left out.
 
     threads: those the artifact was loaded with. context: tokens in the KV buffers where rows are compared, None for 256
     or half the capacity. `on_round` is called after each of `num_rounds` rounds. Raises `RequestError` for a context
@@ -81,7 +81,7 @@ def run_engine_bench(
     gb_per_s = reader.num_bytes / reading / 1e9
     calls = [cost for subject in subjects for cost in call_costs(subject, ladder[0], gb_per_s)]
     seconds = {(cost.engine, cost.rows): cost.seconds for cost in calls if cost.context == context}
-    drafters = {name: spec.engine for name, spec in manifest.all_drafters.items() if spec.kind not in HEADS}
+    drafters = {name: spec.engine for name, spec in manifest.all_drafters.items() if spec.kind not in READERS}
     return EngineReport(
         machine=processor(), engine_version=model.target.platform, threads=reader.threads, repeats=repeats,
         context=context, verify_widths=ladder, read_bytes=reader.num_bytes, gb_per_s=gb_per_s,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrt.drafters import ngram
+from specrt.engine import KvEngine
 from specrt.errors import RequestError
 from specrt.machine import Choice
 from specrt_profiles.drafter import EARLY_EXIT, HEADS
@@ -39,14 +40,14 @@ def default_drafter(manifest: Manifest, *, has_features: bool) -> str:
     return (manifest.parts(default) or (LOOKUP,))[0]
 
 
-def runnable(manifest: Manifest, *, has_features: bool, has_exit: bool) -> list[str]:
-    """Return the drafters of an artifact that an engine can run: heads read features, early exits need an exit."""
-    missing = {*(() if has_features else HEADS), *(() if has_exit else (EARLY_EXIT,))}
+def runnable(manifest: Manifest, target: KvEngine) -> tuple[str, ...]:
+    """Return the drafters of an artifact that run on its target: heads read features, early exits need an exit."""
+    missing = {*(HEADS if target.features is None else ()), *((EARLY_EXIT,) if target.exit is None else ())}
     kinds = {name: spec.kind for name, spec in manifest.all_drafters.items()}
-    return [
+    return tuple(
         name for name in manifest.drafter_names
         if missing.isdisjoint(kinds[part] for part in manifest.parts(name) or (name,))
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def resolve_speculation(

@@ -1,7 +1,6 @@
 """`specrt distill` from end to end on a small model, and what it writes."""
 
 import io
-import itertools
 import multiprocessing
 import shutil
 from dataclasses import replace
@@ -14,7 +13,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 import tiny
-from distilling import card_of, distill_request
+from distilling import assert_resumes, card_of, distill_request
 from specrt_export.checkpoint import resolve
 from specrt_export.cli_distill import distill_command
 from specrt_export.distill.card import fingerprint_of
@@ -104,19 +103,7 @@ def test_an_eagle3_head_from_the_same_text(source: Path, trained: Path, tmp_path
 
 
 def test_going_on_after_interrupts_ends_at_the_same_head(source: Path, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "work" / "texts", tmp_path / "work" / "texts")
-    shutil.copy(trained / "work" / "about.json", tmp_path / "work")
-    states: list[int | None] = []
-    while not states or states[-1] != card_of(trained / "head.safetensors")["updates"]:
-        ticks = itertools.count()
-        wanted = distill_request(source, tmp_path, minutes=1.0)
-        written = distill(wanted, Log().progress, clock=lambda ticks=ticks: 1.5 * next(ticks))
-        states.append(None if written is None else card_of(written)["updates"])
-        assert len(states) < 12
-    assert len(states) > 2
-    assert written is not None
-    for name, tensor in load_file(trained / "head.safetensors").items():
-        assert tensor.equal(load_file(written)[name]), name
+    assert_resumes(distill_request(source, tmp_path, minutes=1.0), trained)
 
 
 def test_only_text_that_is_missing_is_written(source: Path, trained: Path, tmp_path: Path) -> None:

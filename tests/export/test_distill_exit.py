@@ -1,6 +1,5 @@
 """Training early exits: where it begins, the file, and `specrt distill --drafter early-exit` from end to end."""
 
-import io
 import itertools
 import json
 import shutil
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiny
-from distilling import card_of, distill_request
+from distilling import assert_resumes, card_of, distill_request, run
 from specrt_export.cli_distill import distill_command
 from specrt_export.decoder import decoder_layers
 from specrt_export.distill.call import DistillRequest
@@ -26,7 +25,6 @@ from specrt_export.distill.card import fingerprint_of
 from specrt_export.distill.exit import EXIT_HEALING, ExitTranslator
 from specrt_export.distill.features import collect, read_features
 from specrt_export.distill.rows import GREEDY
-from specrt_export.distill.run import distill
 from specrt_export.distill.shards import TextShard, read_shard, shard_path
 from specrt_export.distill.train import TrainingPlan
 from specrt_export.errors import ExportError, UnsupportedModelError
@@ -55,11 +53,6 @@ def model(source: Path) -> Any:
 
 def request(source: Path, folder: Path, **changes: Any) -> DistillRequest:
     return distill_request(source, folder, **{"layout": "early-exit", "layers": EXIT, "tokens": 6000, **changes})
-
-
-def run(wanted: DistillRequest, **clock: Any) -> tuple[Path | None, str]:
-    stream = io.StringIO()
-    return distill(wanted, Progress(stream=stream), **clock), stream.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -205,18 +198,7 @@ def test_training_begins_at_the_closed_form_of_text_that_is_not_held_out(source:
 
 
 def test_going_on_after_interrupts_ends_at_the_same_exit(source: Path, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "work" / "texts", tmp_path / "work" / "texts")
-    shutil.copy(trained / "work" / "about.json", tmp_path / "work")
-    states: list[int | None] = []
-    while not states or states[-1] != card_of(trained / "head.safetensors")["updates"]:
-        ticks = itertools.count()
-        written, _ = run(request(source, tmp_path, minutes=0.9), clock=lambda ticks=ticks: 1.5 * next(ticks))
-        states.append(None if written is None else card_of(written)["updates"])
-        assert len(states) < 12
-    assert len(states) > 2
-    assert written is not None
-    for name, tensor in load_file(trained / "head.safetensors").items():
-        assert tensor.equal(load_file(written)[name]), name
+    written = assert_resumes(request(source, tmp_path, minutes=0.9), trained)
     ours, theirs = card_of(written), card_of(trained / "head.safetensors")
     assert ours["agreement_before"] == theirs["agreement_before"]
 

@@ -1,6 +1,5 @@
 """Training Medusa heads: the loss, ranks, checkpoints, and `specrt distill --drafter medusa` from end to end."""
 
-import io
 import itertools
 import shutil
 from pathlib import Path
@@ -13,13 +12,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import tiny
-from distilling import card_of, distill_request
+from distilling import assert_resumes, card_of, distill_request, run
 from specrt_export.cli_distill import distill_command
 from specrt_export.distill.call import DistillRequest
 from specrt_export.distill.card import fingerprint_of
 from specrt_export.distill.loss import Batch
 from specrt_export.distill.medusa import MedusaHeads, by_rank, loss, ranks
-from specrt_export.distill.run import distill
 from specrt_export.distill.train import TrainingPlan
 from specrt_export.errors import ExportError
 from specrt_export.head_file import read_head
@@ -125,11 +123,6 @@ def request(source: Path, folder: Path, **changes: Any) -> DistillRequest:
     return distill_request(source, folder, **{"layout": "medusa", "heads": HEADS, **changes})
 
 
-def run(wanted: DistillRequest, **clock: Any) -> tuple[Path | None, str]:
-    stream = io.StringIO()
-    return distill(wanted, Progress(stream=stream), **clock), stream.getvalue()
-
-
 @pytest.fixture(scope="module")
 def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that was never interrupted."""
@@ -164,18 +157,7 @@ def test_the_heads_learn_to_guess(trained: Path) -> None:
 
 
 def test_going_on_after_interrupts_ends_at_the_same_heads(source: Path, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "work" / "texts", tmp_path / "work" / "texts")
-    shutil.copy(trained / "work" / "about.json", tmp_path / "work")
-    states: list[int | None] = []
-    while not states or states[-1] != card_of(trained / "head.safetensors")["updates"]:
-        ticks = itertools.count()
-        written, _ = run(request(source, tmp_path, minutes=1.0), clock=lambda ticks=ticks: 1.5 * next(ticks))
-        states.append(None if written is None else card_of(written)["updates"])
-        assert len(states) < 12
-    assert len(states) > 2
-    assert written is not None
-    for name, tensor in load_file(trained / "head.safetensors").items():
-        assert tensor.equal(load_file(written)[name]), name
+    assert_resumes(request(source, tmp_path, minutes=1.0), trained)
 
 
 def test_a_checkpoint_of_other_heads_is_refused(source: Path, trained: Path, tmp_path: Path) -> None:

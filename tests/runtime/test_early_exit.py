@@ -17,6 +17,7 @@ import tiny
 from specrt.bench import run_bench
 from specrt.drafters.early_exit import EarlyExitDrafter
 from specrt.engine import open_engine
+from specrt.engine_bench import run_engine_bench
 from specrt.engine_ort import OrtEngine
 from specrt.engine_ort_exit import OrtExitEngine
 from specrt.errors import EngineError, ManifestError, RequestError
@@ -316,15 +317,22 @@ def test_traces_and_benchmarks_take_it(model: specrt.LanguageModel) -> None:
 
 
 def test_the_tuner_tries_it_where_it_runs(model: specrt.LanguageModel) -> None:
-    manifest, all_names = model.manifest, ["ngram", "suffix", "early-exit", "combined"]
     assert model.target.features is None
-    assert runnable(manifest, has_features=False, has_exit=True) == all_names
-    assert runnable(manifest, has_features=True, has_exit=False) == ["ngram", "suffix"]
+    assert runnable(model.manifest, model.target) == ("ngram", "suffix", "early-exit", "combined")
+    whole = OrtEngine(model.folder, model.manifest.target, threads=1)
+    assert runnable(model.manifest, whole) == ("ngram", "suffix")
+    whole.close()
     found = run_tune(
         model, [BenchPrompt("all", "the quick brown")], drafters=["ngram", "early-exit"], repeats=1,
         options={"max_tokens": 8, "temperature": 0.0}, chat=False, on_run=lambda: None,
     )  # fmt: skip
     assert any(row.setting.drafter == "early-exit" and row.measured is not None for row in found.rows)
+
+
+def test_costs_of_calls_leave_it_out(model: specrt.LanguageModel) -> None:
+    """It has no engine of its own whose calls could be timed, and is not free."""
+    report = run_engine_bench(model, threads=1, context=8, repeats=1, on_round=lambda: None)
+    assert {entry.drafter for entry in report.break_even} == {"ngram", "suffix"}
 
 
 def test_what_cannot_be_done_is_said(model: specrt.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
