@@ -25,7 +25,7 @@ from specrt_export.progress import Progress
 from specrt_export.staging import check_disk, check_output, link_files, list_files, staging
 from specrt_export.target_graph import trace
 from specrt_export.tokenizer import load_tokenizer, save_tokenizer, tokens_of, vocabulary_of
-from specrt_export.trimmed import read_draft_tokens
+from specrt_export.trimmed import check_draft_tokens, read_draft_tokens
 from specrt_profiles.drafter import EARLY_EXIT, MODEL_FREE, DrafterSpec
 from specrt_profiles.files import check_hashes
 from specrt_profiles.generation import write_generation
@@ -88,6 +88,10 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     if draft is not None:
         known = _tokens_in(request.add_to, base) if target is None else tokens_of(tokenizer)[: target.dims.vocab_size]
         check_draft_vocabulary(known, tokens_of(load_tokenizer(draft.checkpoint)), draft_rows=draft.embedding_rows)
+        num_tokens = next(
+            each.vocab_size for each in (target and target.dims, base and base.target) if each is not None
+        )
+        check_draft_tokens(draft.token_ids, draft.checkpoint.directory, num_tokens=num_tokens)
     check_disk(request.out, sum(engine.num_bytes for engine in (target, draft) if engine is not None))
     with staging(request.out) as folder:
         if target is not None:

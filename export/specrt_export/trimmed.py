@@ -35,6 +35,15 @@ def read_draft_tokens(directory: Path, *, vocab_size: int) -> NDArray[np.int64] 
     return ids
 
 
+def check_draft_tokens(token_ids: NDArray[np.int64] | None, directory: Path, *, num_tokens: int) -> None:
+    """Raise `CheckpointError` for a draft that may guess what a target of `num_tokens` tokens does not have."""
+    if token_ids is not None and int(token_ids.max()) >= num_tokens:
+        raise CheckpointError(
+            f"{directory / TOKENS}: expected tokens of the target, ids below {num_tokens}, found {token_ids.max()}: "
+            "leave it out"
+        )
+
+
 def trim_output(model: Any, token_ids: NDArray[np.int64]) -> None:
     """Give a model an output matrix of its own, with the rows of these tokens."""
     matrix = model.get_output_embeddings()

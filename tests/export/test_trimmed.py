@@ -127,6 +127,16 @@ def test_a_damaged_list_is_named(model: specrt.LanguageModel, tmp_path: Path, ma
         read_manifest(folder)
 
 
+def test_tokens_that_the_target_does_not_have_are_refused(tiny_source: Path, tmp_path: Path) -> None:
+    larger = tiny.make_model("llama", tmp_path / "larger", vocab_size=V + 8)
+    draft = trimmed(larger, tmp_path / "draft", np.array([3, V + 2]))
+    with pytest.raises(
+        CheckpointError, match=f"expected tokens of the target, ids below \\d+, found {V + 2}: leave it"
+    ):
+        tiny.export_tiny(tiny_source, tmp_path / "out", draft=str(draft))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
