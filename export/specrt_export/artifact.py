@@ -88,10 +88,7 @@ def export(request: ExportRequest, progress: Progress) -> Path:
     if draft is not None:
         known = _tokens_in(request.add_to, base) if target is None else tokens_of(tokenizer)[: target.dims.vocab_size]
         check_draft_vocabulary(known, tokens_of(load_tokenizer(draft.checkpoint)), draft_rows=draft.embedding_rows)
-        num_tokens = next(
-            each.vocab_size for each in (target and target.dims, base and base.target) if each is not None
-        )
-        check_draft_tokens(draft.token_ids, draft.checkpoint.directory, num_tokens=num_tokens)
+        check_draft_tokens(draft.token_ids, draft.checkpoint.directory, num_tokens=_num_rows(target, base))
     check_disk(request.out, sum(engine.num_bytes for engine in (target, draft) if engine is not None))
     with staging(request.out) as folder:
         if target is not None:
@@ -107,6 +104,14 @@ def export(request: ExportRequest, progress: Progress) -> Path:
         write_manifest(folder, replace(manifest, default_drafter=default, files=list_files(folder, manifest.files)))
         read_manifest(folder)
     return request.out
+
+
+def _num_rows(target: EngineRequest | None, base: Manifest | None) -> int:
+    """Return how many tokens there are logits of, in a target that is exported or in an artifact's."""
+    if target is not None:
+        return target.dims.vocab_size
+    assert base is not None
+    return base.target.vocab_size
 
 
 def _prepare(name: str, model: str, profile: Profile, request: ExportRequest, progress: Progress) -> EngineRequest:
