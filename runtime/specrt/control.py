@@ -18,7 +18,7 @@ Decisions follow clocks and counts of accepted tokens, so they may change how fa
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specrt.acceptance import Proposal
 from specrt.cost_model import call_seconds, expected_tokens
@@ -46,8 +46,14 @@ class Step:
     verify_s: float
 
 
+@runtime_checkable
 class Controller(Protocol):
-    """Decides for one request how many tokens are drafted and verified."""
+    """Decides for one request how many tokens are drafted and verified.
+
+    One of a caller's own is the request option `controller`. It may go by counts, clocks and how sure a drafter is;
+    where guesses are drawn (coupling `rejection`, with a draft model or an early exit) `keep` must not go by which
+    tokens they are, or the law of the text is another.
+    """
 
     def limit(self, most: int) -> int:
         """Return how many tokens to draft in the coming step, 0 .. `most`."""

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 from specrt.control import AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter, NoDrafter
-from specrt.drafters.combined import CombinedController, CombinedDrafter, SureController
+from specrt.drafters.combined import CombinedController, CombinedDrafter, OwnController, SureController
 from specrt.drafters.early_exit import EarlyExitDrafter
 from specrt.drafters.model import ModelDrafter
 from specrt.drafters.ngram import NgramDrafter
@@ -66,6 +66,7 @@ class LanguageModel:
     It may be used from any thread, but belongs to the process that loaded it: engines do not survive a fork, and ONNX
     Runtime makes a forked child wait for ever at its exit unless it leaves by `os._exit`, as multiprocessing does.
     Call `close` to release the memory, or use it as a context manager, which also ends a request in progress.
+    `call_s`: seconds of a verify call by width, as measured when the artifact was first loaded on this machine.
     `suffix_cache` holds the outputs of requests with that option; clear it or set its limit between requests.
     """
 
@@ -101,7 +102,7 @@ class LanguageModel:
         if facts.exact_prefill:
             self.target.contents.exact_widths = (*facts.exact_widths, self.manifest.target.prefill_width)
         self.choice = facts.choice
-        self._call_s = facts.call_s
+        self.call_s = facts.call_s
         self._costs = CallCosts(facts.call_s)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
@@ -199,7 +200,7 @@ class LanguageModel:
             draft_budget_s=how.draft_budget_s, strict=how.strict,
             reuse=None if prefixes is None else partial(prefixes.reuse, self.target),
         )  # fmt: skip
-        loop.stats.call_s = self._call_s
+        loop.stats.call_s = self.call_s
         return Request(loop, stops, params, suffix_cache=how.suffix_cache)
 
     def _check_defaults(self) -> None:
@@ -221,12 +222,13 @@ class LanguageModel:
             check_repeatable(how, given, combined=parts is not None)
         k = how.k if repeatable or not how.adaptive else None
         max_step_s = (how.max_step_ms or math.inf) / 1e3
+        own = None if how.controller is None else OwnController(how.controller)
         if parts is None:
             if k is not None:
                 return drafters[0], FixedController(k)
-            return drafters[0], AdaptiveController(self._costs, first=how.k, max_step_s=max_step_s)
+            return drafters[0], own or AdaptiveController(self._costs, first=how.k, max_step_s=max_step_s)
         lookup, neural = drafters
-        choice = (
+        choice = own or (
             SureController(how.k)
             if repeatable
             else CombinedController(self._costs, neural=neural.name, k=k, first=how.k, max_step_s=max_step_s)

@@ -2,10 +2,11 @@
 
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict
 
+from specrt.control import Controller
 from specrt.errors import RequestError
 from specrt.sampling import Coupling, SamplingParams
 from specrt.text import Message, Tokenizer
@@ -25,6 +26,7 @@ class Options(TypedDict, total=False):
     `eagle`, `medusa`, `early-exit`, `combined` (in each step whichever of `suffix` and the model or head brings more;
     `ngram+model` names other parts) or `none`. k: most tokens to propose per step, 0 for plain decoding, `auto` (the
     default) for as many as pay by what was measured so far; max_step_ms then bounds the milliseconds of a step.
+    controller: an object that decides it instead (`specrt.control.Controller`).
     prompt_lookup_max, prompt_lookup_min: lengths of the n-grams that the `ngram` drafter looks up. suffix_cache:
     whether the `suffix` drafter also looks into the outputs of earlier requests that had it set, and keeps this one's
     for later ones; off unless set, because it lets others find out from the speed alone what was said. draft_budget_ms:
@@ -56,6 +58,7 @@ class Options(TypedDict, total=False):
     drafter: str | None
     k: int | Literal["auto"] | None
     max_step_ms: float | None
+    controller: Controller | None
     prompt_lookup_max: int | None
     prompt_lookup_min: int | None
     suffix_cache: bool | None
@@ -90,6 +93,16 @@ _NUMBERS = (
     "max_step_ms", "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "draft_budget_ms",
 )  # fmt: skip
+_OBJECTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "controller": (
+        lambda value: isinstance(value, Controller) and not isinstance(value, type),
+        "an object with the methods limit, keep and learn",
+    ),
+    "chat_template_kwargs": (
+        lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+        "a dict from names to values",
+    ),
+}
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,8 +136,9 @@ def _plain(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise RequestError(f"{name}: expected a dict from token ids to numbers, found {value!r}")
         return {_token_id(name, token): _number(name, bias) for token, bias in value.items()}
-    if name == "chat_template_kwargs" and not (isinstance(value, Mapping) and all(isinstance(k, str) for k in value)):
-        raise RequestError(f"{name}: expected a dict from names to values, found {value!r}")
+    is_right, wanted = _OBJECTS.get(name, (None, ""))
+    if is_right is not None and not is_right(value):
+        raise RequestError(f"{name}: expected {wanted}, found {value!r}")
     return value
 
 

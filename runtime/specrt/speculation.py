@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specrt.control import Controller
 from specrt.drafters import ngram
 from specrt.engine import KvEngine
 from specrt.errors import RequestError
@@ -18,12 +19,14 @@ class Speculation:
     """How a request drafts: the drafter by name, most tokens and seconds per proposal, where the drafters look.
 
     adaptive: k is where it begins, and from there on what pays within max_step_ms per step. tree: guesses may branch.
+    controller: the request's own, which decides instead.
     """
 
     drafter: str
     k: int
     adaptive: bool
     max_step_ms: float | None
+    controller: Controller | None
     prompt_lookup_max: int
     prompt_lookup_min: int
     suffix_cache: bool
@@ -62,7 +65,8 @@ def resolve_speculation(
     """
     if choice is not None and "drafter" not in given:
         default = choice.drafter
-        given = {"k": choice.k, "max_step_ms": choice.max_step_ms} | dict(given) if "k" not in given else given
+        chosen = {} if "k" in given or "controller" in given else {"k": choice.k, "max_step_ms": choice.max_step_ms}
+        given = chosen | dict(given)
         given = {"tree": True, "strict": True} | dict(given) if choice.tree else given
     drafter = given.get("drafter", default)
     if drafter not in (*drafters, "none"):
@@ -74,6 +78,10 @@ def resolve_speculation(
     max_step_ms = given.get("max_step_ms")
     if max_step_ms is not None and (asked != "auto" or not max_step_ms > 0):
         raise RequestError(f"max_step_ms: expected a number above 0, with k 'auto', found {max_step_ms}, k {asked!r}")
+    controller = given.get("controller")
+    decided = [name for name in ("k", "max_step_ms") if controller is not None and name in given]
+    if decided:
+        raise RequestError(f"{decided[0]}: a controller decides how many tokens: leave out one of them")
     longest = int(given.get("prompt_lookup_max", max(ngram.DEFAULT_MAX, given.get("prompt_lookup_min", 0))))
     shortest = int(given.get("prompt_lookup_min", min(ngram.DEFAULT_MIN, longest)))
     ngram.check_sizes(max_ngram=longest, min_ngram=shortest)
@@ -81,7 +89,7 @@ def resolve_speculation(
     if budget_ms is not None and not 0 < budget_ms < math.inf:
         raise RequestError(f"draft_budget_ms: expected above 0, found {budget_ms}")
     return Speculation(
-        drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms,
+        drafter=drafter, k=k, adaptive=asked == "auto", max_step_ms=max_step_ms, controller=controller,
         prompt_lookup_max=longest, prompt_lookup_min=shortest, suffix_cache=given.get("suffix_cache", False),
         draft_budget_s=None if budget_ms is None else budget_ms / 1e3, strict=given.get("strict", False),
         tree=given.get("tree", False) and _can_branch(drafter, k, trees),
@@ -106,7 +114,11 @@ def check_repeatable(how: Speculation, given: Mapping[str, Any], *, combined: bo
     """
     if given.get("k") == "auto" or how.max_step_ms is not None:
         raise RequestError("k: with coupling 'rejection' a seed's text depends on k: give it, or leave out seed")
-    others = {"draft_budget_ms": how.draft_budget_s is not None, "suffix_cache": combined and how.suffix_cache}
+    others = {
+        "controller": how.controller is not None,
+        "draft_budget_ms": how.draft_budget_s is not None,
+        "suffix_cache": combined and how.suffix_cache,
+    }
     for name, is_set in others.items():
         if is_set:
             raise RequestError(f"{name}: with coupling 'rejection' a seed's text depends on it: leave out one of them")

@@ -48,7 +48,7 @@ def speculation(
 
 def test_the_options_are_the_parameters_and_how_to_draft() -> None:
     how = {"drafter", "k", "max_step_ms", "draft_budget_ms", "prompt_lookup_max", "prompt_lookup_min", "suffix_cache"}
-    how |= {"chat_template_kwargs", "strict", "tree"}
+    how |= {"chat_template_kwargs", "controller", "strict", "tree"}
     assert set(Options.__annotations__) == set(SamplingParams.__dataclass_fields__) | how
 
 

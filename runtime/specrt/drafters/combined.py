@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol, Self
 
 from specrt.acceptance import Proposal
-from specrt.control import Account, AdaptiveController, CallCosts, FixedController, Step
+from specrt.control import Account, AdaptiveController, CallCosts, Controller, FixedController, Step
 from specrt.drafters import Drafter
 from specrt.sampling import Sampler
 
@@ -67,6 +67,33 @@ class SureController(FixedController):
         return 0 if lookup.token_ids and lookup.confidence >= SURE else limit
 
 
+class OwnController(SureController):
+    """A caller's own controller, whose answers are held to what there is room for.
+
+    It chooses between the parts of a combined drafter if it has a method `instead` (`Choice`); else the lookup's
+    proposal is taken wherever it is sure enough.
+    """
+
+    def __init__(self, inner: Controller) -> None:
+        self._inner, self._instead = inner, getattr(inner, "instead", super().instead)
+
+    def limit(self, most: int) -> int:
+        """Return what it answers, within 0 .. `most`."""
+        return _within(self._inner.limit(most), most)
+
+    def instead(self, lookup: Proposal, limit: int) -> int:
+        """Return what it answers, within 0 .. `limit`."""
+        return _within(self._instead(lookup, limit), limit)
+
+    def keep(self, proposal: Proposal) -> int:
+        """Return what it answers, up to all tokens."""
+        return _within(self._inner.keep(proposal), len(proposal.token_ids))
+
+    def learn(self, step: Step) -> None:
+        """Let it learn."""
+        self._inner.learn(step)
+
+
 class CombinedController:
     """Chooses the part that gives more tokens per second, with an adaptive controller for each.
 
@@ -111,3 +138,7 @@ class CombinedController:
 
     def _of(self, proposal: Proposal) -> AdaptiveController:
         return self._neural if proposal.part == self._name else self._lookup
+
+
+def _within(count: int, most: int) -> int:
+    return max(0, min(int(count), most))
