@@ -38,7 +38,7 @@ class Bench:
     def open(self, lane: Lane, python: Path, job: Callable[[str | None], Job]) -> None:
         """Start and load the lane's workers, one for all modes that can share; `job` gives the job of a mode."""
         by_mode: dict[str | None, Worker] = {}
-        more = [Setting(mode, 0) for mode in PEERS[lane.peer].more_plain]
+        more = [Setting(mode, 0) for mode in PEERS[lane.peer].more]
         for setting in (*more, *self._settings):
             mode = setting.mode if setting.mode in PEERS[lane.peer].separate else None
             try:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 MODES = PLAIN, NGRAM, DRAFT = "plain", "ngram", "draft"
 PLAIN_ONE = "plain-1"  # SpecRT's fastest plain decoding, which rounds differently from its speculation
+AUTO = "auto"  # SpecRT with all that an artifact has: lookup and draft model or head combined, adaptive k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

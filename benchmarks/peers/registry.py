@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.peers.protocol import DRAFT, MODES, PLAIN_ONE
+from benchmarks.peers.protocol import AUTO, DRAFT, MODES, PLAIN_ONE
 
 _TORCH = ("torch==2.13.0", "transformers==5.24.0")
 
@@ -12,8 +12,8 @@ class PeerEntry:
     """One peer. `requirements` are installed by one pip call each into an environment of its own.
 
     variants: names of its weights, `/f32` behind it for the same weights with everything computed in fp32. separate:
-    modes that need a process of their own, because they are chosen when the model is loaded. more_plain: other ways of
-    plain decoding than the one that speculation is to equal. compiled: its module, run as a program, builds the rest.
+    modes that need a process of their own, because they are chosen when the model is loaded. more: modes that no other
+    peer has. compiled: its module, run as a program, builds the rest.
     """
 
     name: str
@@ -21,7 +21,7 @@ class PeerEntry:
     requirements: tuple[str, ...]
     variants: tuple[str, ...]
     separate: tuple[str, ...] = ()
-    more_plain: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
     needs_gguf: bool = False
     compiled: bool = False
     variables: tuple[tuple[str, str], ...] = ()  # of the installation's environment
@@ -32,7 +32,7 @@ PEERS = {
     for entry in (
         PeerEntry(
             name="specrt", module="specrt_runner", requirements=(), variants=("fp32", "int8", "int4"),
-            more_plain=(PLAIN_ONE,),
+            more=(PLAIN_ONE, AUTO),
         ),
         PeerEntry(
             name="genai", module="genai", variants=("fp32", "int8", "int4", "int4-asymmetric"), separate=(DRAFT,),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.peers.protocol import PLAIN
+from benchmarks.peers.protocol import PLAIN, PLAIN_ONE
 from benchmarks.peers.quality import equal_share
 
 
@@ -22,10 +22,15 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way of decoding. k: most tokens per proposal, 0 in plain modes."""
+    """One way of decoding. k: most tokens per proposal, 0 in modes that have none of their own."""
 
     mode: str
     k: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is guessed."""
+        return self.mode in (PLAIN, PLAIN_ONE)
 
     def __str__(self) -> str:
         return f"{self.mode} k={self.k}" if self.k else self.mode
@@ -87,8 +92,8 @@ def best(rows: Sequence[SettingRow], lane: Lane) -> tuple[SettingRow | None, Set
     """Return the lane's fastest plain row and its fastest speculative one."""
     own = [row for row in rows if row.lane == lane]
     plain, speculative = (
-        max((row for row in own if bool(row.setting.k) is wanted), key=lambda row: row.tokens_per_s, default=None)
-        for wanted in (False, True)
+        max((row for row in own if row.setting.is_plain is wanted), key=lambda row: row.tokens_per_s, default=None)
+        for wanted in (True, False)
     )
     return plain, speculative
 

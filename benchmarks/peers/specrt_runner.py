@@ -1,14 +1,15 @@
-"""SpecRT itself: plain decoding, also by calls of width 1, n-gram and draft model speculation."""
+"""SpecRT itself: plain decoding, also by calls of width 1, n-gram and draft model speculation, and the two combined."""
 
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.protocol import DRAFT, PLAIN, PLAIN_ONE, Generation, Peer, folder_size
+from benchmarks.peers.protocol import AUTO, DRAFT, PLAIN, PLAIN_ONE, Generation, Peer, folder_size
 
 _DRAFTERS = {PLAIN: "none", PLAIN_ONE: "none", DRAFT: "model"}
 
@@ -42,16 +43,21 @@ class Runner(Peer):
 
         engine = OneRowEngine(self._model.target) if mode == PLAIN_ONE else None
         start = time.perf_counter()
-        options = {"max_tokens": n, "ignore_eos": True, "temperature": 0.0}
-        with self._model.start(
-            list(ids), {**options, "k": k, "drafter": _DRAFTERS.get(mode, mode)}, target=engine, cold=True
-        ) as stream:
+        options = {"max_tokens": n, "ignore_eos": True, "temperature": 0.0, **self._speculation(mode, k)}
+        with self._model.start(list(ids), options, target=engine, cold=True) as stream:
             for _ in stream:
                 pass
             seconds = time.perf_counter() - start
             result = stream.result
         prompt_s = result.stats.prefill_s
         return Generation(ids=list(result.token_ids), num_timed=n, decode_s=seconds - prompt_s, prompt_s=prompt_s)
+
+    def _speculation(self, mode: str, k: int) -> dict[str, Any]:
+        if mode != AUTO:
+            return {"drafter": _DRAFTERS.get(mode, mode), "k": k}
+        manifest = self._model.manifest
+        name = "combined" if "combined" in manifest.drafter_names else manifest.default_drafter
+        return {"drafter": name, "k": "auto"}
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Read the text in verify calls, which is where tokens come from."""

@@ -68,6 +68,15 @@ def test_the_best_setting_is_one_setting_over_all_categories() -> None:
     assert best(ROWS, OTHER) == (None, None)
 
 
+def test_a_mode_without_k_is_plain_only_if_nothing_is_guessed() -> None:
+    one, auto = Setting("plain-1", 0), Setting("auto", 0)
+    rows = setting_rows([*RUNS, run(one, 0.1), run(auto, 0.2)], REFERENCE)
+    plain, fastest = best(rows, LANE)
+    assert plain is not None
+    assert fastest is not None
+    assert (plain.setting, fastest.setting) == (one, auto)
+
+
 def test_the_summary_has_a_line_per_lane_also_without_runs() -> None:
     lines = summary_table(ROWS, FACTS).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")][1:-1] == [

@@ -22,7 +22,7 @@ from benchmarks.peers.specrt_runner import Runner
 
 IDS = [5, 9, 5, 9, 5]
 LANE = Lane("specrt", "fp32")
-MORE = Setting("plain-1", 0)
+MORE = [Setting("plain-1", 0), Setting("auto", 0)]
 SETTINGS = [Setting("plain", 0), Setting("ngram", 3), Setting("draft", 3)]
 OPTIONS = {
     "only": (), "artifact": (), "prompts": None, "per_category": 1, "max_tokens": 32, "ks": "5,3", "threads": 2,
@@ -50,7 +50,7 @@ def test_the_runner_gives_what_specrt_gives(job: Job, tiny_model: specrt.Languag
     runner.prepare()
     runner.open()
     expected = list(tiny_model.generate(IDS, max_tokens=12, ignore_eos=True, temperature=0.0).token_ids)
-    for setting in (MORE, *SETTINGS):
+    for setting in (*MORE, *SETTINGS):
         made = runner.generate(IDS, 12, setting.mode, setting.k)
         assert made.ids == expected, setting
         assert made.num_timed == 12
@@ -69,9 +69,9 @@ def test_the_bench_runs_every_setting_in_turned_order_at_odd_repeats(
     prompts = [PromptIds("chat", IDS), PromptIds("math", IDS[1:])]
     opened.warm_up(prompts[0])
     runs = opened.run(prompts, n=8, repeats=2, on_run=lambda: seen.append(1))
-    assert [run.setting for run in runs] == 2 * [MORE, *SETTINGS, *SETTINGS[::-1], MORE]
-    assert [(run.prompt, run.category) for run in runs] == 8 * [(0, "chat")] + 8 * [(1, "math")]
-    assert len(seen) == 16
+    assert [run.setting for run in runs] == 2 * [*MORE, *SETTINGS, *SETTINGS[::-1], *MORE[::-1]]
+    assert [(run.prompt, run.category) for run in runs] == 10 * [(0, "chat")] + 10 * [(1, "math")]
+    assert len(seen) == 20
     assert {len(run.ids) for run in runs} == {8}
     assert facts[LANE].notes == []
 
@@ -82,8 +82,8 @@ def test_a_setting_that_fails_is_left_out_with_a_note(bench: tuple[Bench, dict[L
     runs = opened.run(prompts, n=8, repeats=2, on_run=lambda: None)
     assert runs == []
     assert opened.num_settings == 0
-    assert len(facts[LANE].notes) == 1 + len(SETTINGS)
-    assert all(str(setting) in note for setting, note in zip([MORE, *SETTINGS], facts[LANE].notes, strict=True))
+    assert len(facts[LANE].notes) == len(MORE) + len(SETTINGS)
+    assert all(str(setting) in note for setting, note in zip([*MORE, *SETTINGS], facts[LANE].notes, strict=True))
 
 
 def test_the_bench_judges_the_plain_worker(
@@ -150,6 +150,6 @@ def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
 def test_tokens_are_compared_with_transformers_where_it_ran(bench: tuple[Bench, dict[Lane, LaneFacts]]) -> None:
     runs = bench[0].run([PromptIds("chat", IDS)], n=8, repeats=1, on_run=lambda: None)
     runs = [replace(run, ids=(number,)) for number, run in enumerate(runs)]
-    assert _reference(runs) == ("specrt fp32 plain", {0: (1,)})
-    other = replace(runs[1], lane=Lane("hf", "fp32"), ids=(7,))
+    assert _reference(runs) == ("specrt fp32 plain", {0: (len(MORE),)})
+    other = replace(runs[len(MORE)], lane=Lane("hf", "fp32"), ids=(7,))
     assert _reference([*runs, other]) == ("hf fp32 plain", {0: (7,)})
