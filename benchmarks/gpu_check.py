@@ -27,10 +27,11 @@ from specrt_profiles.exactness import find_exact_widths
 
 NO_GPU = 3  # exit code of --probe
 _MAX_TOKENS, _REPEATS, _CONTEXT = 64, 50, 256
-_KS = {"greedy": (3, 15), "sampled": (3,)}
+_KS = {"greedy": (3, 15), "sampled": (3,), "top-p": (3,)}
 _SAMPLING: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_k": 20, "seed": 1},  # best tokens say all that the filter leaves
+    "top-p": {"temperature": 0.7, "top_p": 0.5, "seed": 1},  # the same, mostly, with the sum over all tokens
 }
 Clock = Callable[[], float]
 

@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specrt_export.editor import Editor
-from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_K, TOP_LOGITS
+from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_K, TOP_LOGITS, TOP_LOGSUMEXP
 
 
 def add_best_tokens(graph: ir.Graph) -> None:
@@ -37,9 +37,9 @@ def add_best_tokens(graph: ir.Graph) -> None:
 
 
 def add_top_tokens(graph: ir.Graph) -> None:
-    """Give a graph that says best tokens the outputs top_ids and top_logits [B, R, K] behind them.
+    """Give a graph that says best tokens the outputs top_ids, top_logits [B, R, K] and top_logsumexp [B, R], too.
 
-    Which of the tokens that tie with the last one are among them is up to the engine; `specrt.sampling` counts on none.
+    Which of the tokens that tie with the last one are among them is up to the engine; `specrt.best` counts on none.
     """
     size = min(TOP_K, _vocab_size(graph))
     count = Editor(graph).constant("best.k", np.array([size], np.int64))
@@ -48,6 +48,25 @@ def add_top_tokens(graph: ir.Graph) -> None:
     values, ids = top.outputs
     _add_output(graph, 3, ids, TOP_IDS, ir.DataType.INT64, size)
     _add_output(graph, 4, values, TOP_LOGITS, ir.DataType.FLOAT, size)
+    _add_output(graph, 5, _logsumexp(graph), TOP_LOGSUMEXP, ir.DataType.FLOAT)
+
+
+def _logsumexp(graph: ir.Graph) -> ir.Value:
+    """Return log sum exp over each row of logits, relative to its peak: no term is above 1, whoever computes it."""
+    logits, best = graph.outputs[0], graph.outputs[2]
+    squeeze = best.producer()
+    assert squeeze is not None
+    peak, last = squeeze.inputs
+    below = ir.node("Sub", [logits, peak])
+    shares = ir.node("Exp", [below.outputs[0]])
+    total = ir.node("ReduceSum", [shares.outputs[0], last], {"keepdims": 0})
+    log = ir.node("Log", [total.outputs[0]])
+    result = ir.node("Add", [log.outputs[0], best])
+    new = [below, shares, total, log, result]
+    for place, node in enumerate(new):
+        node.name = f"best.logsumexp.{place}"
+    graph.extend(new)
+    return result.outputs[0]
 
 
 def _vocab_size(graph: ir.Graph) -> int:

@@ -20,7 +20,7 @@ from specrt_profiles.exit import ExitSpec, exit_problem
 from specrt_profiles.files import FileEntry, check_sizes
 from specrt_profiles.plan import PlanSpec, plan_problem
 from specrt_profiles.profile import DialectName, OutputName, Precision, Profile
-from specrt_profiles.tensors import BEST_IDS, TOP_IDS, TensorSpec
+from specrt_profiles.tensors import BEST_IDS, TOP_IDS, TOP_LOGSUMEXP, TensorSpec
 
 SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
@@ -270,6 +270,10 @@ def _sizes_problem(engine: EngineSpec, files: Mapping[str, FileEntry]) -> str | 
         return f"verify_widths: expected rising numbers from 1 on, found {widths}"
     if engine.prefill_width < 1 or engine.capacity < 1:
         return f"capacity: expected positive sizes, found {engine.capacity} with prefill_width {engine.prefill_width}"
+    if engine.output == "top-k" and TOP_LOGSUMEXP not in {tensor.name for tensor in engine.outputs}:
+        return (
+            f"outputs: expected {TOP_LOGSUMEXP} beside {TOP_IDS}, found none, as older versions wrote: export it again"
+        )
     slots = engine.capacity + max(engine.prefill_width, *widths)
     if engine.slots != slots:
         return f"slots: expected {slots}, capacity and widest call together, found {engine.slots}"

@@ -34,7 +34,7 @@ class Profile:
     `same`, the type that the graph computes in (for which `fp32` is another name where that is the type). `trees`: the
     target can verify trees of proposals, for which every call pays a little. `output`: `argmax` for graphs that also
     say each row's best token, so that an engine on a GPU leaves logits there until they are used; `top-k` for graphs
-    that say its best 64 as well.
+    that say its best 64 and the sum over all as well.
     """
 
     name: str

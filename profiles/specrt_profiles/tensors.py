@@ -18,6 +18,7 @@ slots, H heads of D values, V rows of the output matrix, T the type that the gra
 | best_logits (the same) | float32 | [B, R] | its logit |
 | top_ids (`Profile.output` top-k) | int64 | [B, R, K] | tokens of the K largest logits, in any order where they tie |
 | top_logits (`Profile.output` top-k) | float32 | [B, R, K] | their logits, falling |
+| top_logsumexp (`Profile.output` top-k) | float32 | [B, R] | log of the sum of exp(logit) over all V |
 | features (targets with a head) | float32 | [B, W, F] | what the target computes of each row, for the head to read |
 | present_key.{i}, present_value.{i} | T or int8 | [B, H_kv, S, D] | the same buffers, bound in place |
 
@@ -57,6 +58,7 @@ BEST_IDS = "best_ids"
 BEST_LOGITS = "best_logits"
 TOP_IDS = "top_ids"
 TOP_LOGITS = "top_logits"
+TOP_LOGSUMEXP = "top_logsumexp"
 TOP_K = 64  # or as many as there are
 WIDTH = "width"
 ROWS = "rows"
@@ -141,7 +143,8 @@ def graph_outputs(dims: DecoderDims, profile: Profile) -> tuple[TensorSpec, ...]
         TensorSpec(name=name, dtype=dtype, shape=(*rows, min(TOP_K, dims.vocab_size)))
         for name, dtype in ((TOP_IDS, "int64"), (TOP_LOGITS, "float32"))
     )
-    small = {"logits": (), "argmax": best, "top-k": (*best, *top)}[profile.output]
+    total = TensorSpec(name=TOP_LOGSUMEXP, dtype="float32", shape=rows)
+    small = {"logits": (), "argmax": best, "top-k": (*best, *top, total)}[profile.output]
     features = TensorSpec(name="features", dtype="float32", shape=(profile.batch_size, WIDTH, dims.feature_size))
     more = (features,) if dims.feature_size else ()
     return (logits, *small, *more, *_kv(dims, profile, present_names))

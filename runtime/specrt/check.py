@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from specrt.engine import Engine, measurable_widths, open_engine
 from specrt.errors import EngineError
-from specrt.rows import Row, top_of
+from specrt.rows import Row, logsumexp_error, top_of
 from specrt_profiles.exactness import Exactness, find_exact_widths
 from specrt_profiles.files import check_hashes
 from specrt_profiles.manifest import EngineSpec, read_manifest
@@ -18,6 +18,7 @@ from specrt_profiles.reference import ReferenceText, read_reference
 
 _SLACK = 2.0  # other processors round differently: up to twice the distance measured at export is accepted
 _FLOOR_KL, _FLOOR_DIFF = 1e-6, 1e-3
+_SPARE = 2  # a device's sums are to be so many times better here than the sampler takes them to be in any row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,8 @@ def replay(engine: Engine, ids: Sequence[int]) -> NDArray[np.float32]:
         rows.append(np.array(found))
         if not all(_is_true_of(found[row], logits) for row, logits in enumerate(rows[-1])):
             raise EngineError(
-                "the best tokens that the device finds are not those of its logits: export with --output logits"
+                "the best tokens or the sums that the device finds are not those of its logits: "
+                "export with --output logits"
             )
         start, number = start + len(piece), number + 1
     return np.concatenate(rows)
@@ -156,12 +158,24 @@ def _is_true_of(row: Row, logits: NDArray[np.float32]) -> bool:
     """Tell whether what is known of a row without its values is so."""
     top = top_of(row)
     if top is not None:
+        ids = set(top.ids.tolist())
+        if len(ids) < len(top.ids) or not ids.issubset(range(len(logits))):
+            return False
         falling = np.sort(logits)[: -len(top.logits) - 1 : -1]
         if not (np.array_equal(top.logits, falling) and np.array_equal(top.logits, logits[top.ids])):
             return False
-        if len(set(top.ids.tolist())) < len(top.ids):
+        logsumexp = float(_logsumexp(logits))
+        if not abs(top.logsumexp - logsumexp) <= logsumexp_error(logsumexp) / _SPARE:
             return False
     return int(row.argmax()) == logits.argmax()
+
+
+def _logsumexp(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return log sum exp over the last axis, in float64."""
+    wide = rows.astype(np.float64)
+    peak = wide.max(-1, keepdims=True)
+    result: NDArray[np.float64] = (peak + np.log(np.exp(wide - peak).sum(-1, keepdims=True)))[..., 0]
+    return result
 
 
 def _rest(log_p: NDArray[np.float64], log_q: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -176,11 +190,8 @@ def _distance(text: ReferenceText, rows: NDArray[np.float32]) -> tuple[NDArray[A
     first = len(text.ids) - len(rows)
     top_ids, top = text.top_ids[first:], text.top[first:].astype(np.float64)
     ours = np.take_along_axis(rows, top_ids, -1).astype(np.float64)
-    wide = rows.astype(np.float64)
-    peak = wide.max(-1, keepdims=True)
-    ours_logsumexp = (peak + np.log(np.exp(wide - peak).sum(-1, keepdims=True)))[:, 0]
     log_p = top - text.logsumexp[first:, None]
-    log_q = ours - ours_logsumexp[:, None]
+    log_q = ours - _logsumexp(rows)[:, None]
     diffs = np.abs(ours - top).max(-1)
     for row, full in zip(text.full_rows, text.full, strict=True):
         if row >= first:

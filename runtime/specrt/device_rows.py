@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from specrt.cuda import Gpu, PinnedBlock
 from specrt.rows import Rows, Top
 from specrt_profiles.manifest import EngineSpec
-from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_LOGITS
+from specrt_profiles.tensors import BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_LOGITS, TOP_LOGSUMEXP
 
-_SMALL = (BEST_IDS, BEST_LOGITS, TOP_IDS, TOP_LOGITS)
+_TOP = (TOP_IDS, TOP_LOGITS, TOP_LOGSUMEXP)
+_SMALL = (BEST_IDS, BEST_LOGITS, *_TOP)
 
 
 class DeviceLogits:
@@ -54,8 +55,11 @@ class DeviceLogits:
         if self._best is None:
             return self.host[:num_rows]
         arrays = {name: array[:num_rows] for name, array in self._best.arrays.items()}
-        top = (arrays[TOP_IDS].copy(), arrays[TOP_LOGITS].copy()) if TOP_IDS in arrays else None
-        return DeviceRows(self, arrays[BEST_IDS].tolist(), arrays[BEST_LOGITS].tolist(), top)
+        best_ids, best_logits = (arrays[name].tolist() for name in (BEST_IDS, BEST_LOGITS))
+        if TOP_IDS not in arrays:
+            return DeviceRows(self, best_ids, best_logits)
+        ids, logits, logsumexps = (arrays[name].copy() for name in _TOP)
+        return DeviceRows(self, best_ids, best_logits, (ids, logits, logsumexps))
 
     def fetch(self, start: int, end: int) -> NDArray[np.float32]:
         """Copy rows to the host and return a view of them [n, V]; call it with any device current."""
@@ -70,12 +74,12 @@ class DeviceRows:
     """Rows of logits [n, V] that stay on the device; see `specrt.rows.Rows`.
 
     best_ids, best_logits: each row's best token and its logit; an id of V stands for a row without any (NaNs). top: ids
-    and logits [n, K] of the best ones, if the graph says them.
+    and logits [n, K] of the best ones and logsumexp [n], if the graph says them.
     """
 
     def __init__(
         self, logits: DeviceLogits, best_ids: Sequence[int], best_logits: Sequence[float],
-        top: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
+        top: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]] | None = None,
     ) -> None:  # fmt: skip
         self._logits, self._number = logits, logits.num_calls
         self.best_ids, self.best_logits, self.top = best_ids, best_logits, top
@@ -119,8 +123,10 @@ class DeviceRow:
     @property
     def top(self) -> Top | None:
         """Return the row's best tokens if the graph says them."""
-        top = self._rows.top
-        return None if top is None else Top(top[0][self._row], top[1][self._row])
+        if self._rows.top is None:
+            return None
+        ids, logits, logsumexps = self._rows.top
+        return Top(ids[self._row], logits[self._row], float(logsumexps[self._row]))
 
     def __getitem__(self, token: int, /) -> float:
         if token == self.argmax():

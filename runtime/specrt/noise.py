@@ -81,13 +81,16 @@ def gumbel_contenders(
     if ids is None:
         near = np.flatnonzero(scores >= -WINDOW)
         least = float((scores[near] + gumbel(bits[near])).max()) - within
-        # A score below -WINDOW gets there only with noise above least + WINDOW, that is with u < chance.
-        chance = -np.expm1(-np.exp(-(least + WINDOW)))
-        limit = min(int(chance * 2.0**64 * (1 + 1e-9)) + (1 << 13), 2**64 - 1)
-        far = np.flatnonzero(bits <= np.uint64(limit))
-        ids = np.union1d(near, far)
+        ids = np.union1d(near, loud(bits, least + WINDOW))  # a score below -WINDOW needs that much to get there
         scores = scores[ids]
     return ids, scores + gumbel(bits[ids])
+
+
+def loud(bits: NDArray[np.uint64], least: float) -> NDArray[np.int64]:
+    """Return all tokens whose Gumbel noise is `least` or more, and perhaps some where it is less by rounding."""
+    chance = -np.expm1(-np.exp(-least))  # noise is larger where u is smaller, and `least` at u = chance
+    limit = min(int(chance * 2.0**64 * (1 + 1e-9)) + (1 << 13), 2**64 - 1)
+    return np.flatnonzero(bits <= np.uint64(limit))
 
 
 def inverse_cdf(weights: NDArray[np.float64], u: float) -> int:

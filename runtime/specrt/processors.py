@@ -100,19 +100,6 @@ def top_k_ids(scores: Scores, k: int) -> Ids | None:
     return np.flatnonzero(scores >= kth)
 
 
-def survivors(scores: Scores, *, top_k: int, top_p: float, min_p: float) -> int | None:
-    """Return how many of the best scores [K], falling from 0, survive top-k, or come before min-p, in a whole row.
-
-    No score that is not among them is above the last one. None where these do not tell: where the last one could
-    survive, so that others might too, or for a filter that wants the sum over all tokens.
-    """
-    if top_k:
-        limit = float(scores[top_k - 1]) if top_k <= len(scores) else -np.inf
-    else:
-        limit = float(np.log(min_p)) if min_p and top_p == 1 else -np.inf
-    return None if scores[-1] >= limit else int(np.count_nonzero(scores >= limit))
-
-
 def top_p_ids(scores: Scores, p: float) -> Ids:
     """Return the ascending ids of the fewest best tokens with probability p or more together (Holtzman et al. 2020)."""
     probs = np.exp(scores - scores.max())

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from specrt import processors
 from specrt.acceptance import Chooser, Law
+from specrt.best import is_decided, num_of_top_k, survivors, totals
 from specrt.errors import RequestError
 from specrt.noise import WINDOW, Noise, Purpose, gumbel_argmax, gumbel_contenders, inverse_cdf
 from specrt.processors import History
@@ -133,9 +134,10 @@ class Sampler:
             best = int(row.argmax())
             _check_peak(float(row[best]))
             return best
-        ids, scores = self._scores(logits)
-        if self.params.coupling == "gumbel":
-            return gumbel_argmax(scores, ids, self._noise.row(position))
+        bits = self._noise.row(position) if self.params.coupling == "gumbel" else None
+        ids, scores = self._scores(logits, bits)
+        if bits is not None:
+            return gumbel_argmax(scores, ids, bits)
         index = self.chooser.token(np.exp(scores), position=position)
         return index if ids is None else int(ids[index])
 
@@ -167,10 +169,21 @@ class Sampler:
         """Let go of random numbers kept for positions before `position`."""
         self._noise.forget(position)
 
-    def _scores(self, logits: Row) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-        """Return surviving ids (None: all) and their scores (l - max l) / temperature, valid until the next row."""
+    def _scores(
+        self, logits: Row, bits: NDArray[np.uint64] | None = None
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+        """Return surviving ids (None: all) and their scores (l - max l) / temperature, valid until the next row.
+
+        With the random `bits` [V] of the noise perhaps only some of them, the one with the largest score + noise among
+        them.
+        """
+        return self._top_scores(logits, bits) or self._filtered(*self._all_scores(logits))
+
+    def _filtered(
+        self, ids: NDArray[np.int64] | None, scores: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+        """Return what top-p and min-p leave of the ids (None: all) and scores of all tokens that top-k leaves."""
         p = self.params
-        ids, scores = self._top_scores(logits) or self._all_scores(logits)
         for limit, keep, off in ((p.top_p, processors.top_p_ids, 1.0), (p.min_p, processors.min_p_ids, 0.0)):
             if limit != off:
                 kept = keep(scores, limit)
@@ -187,20 +200,27 @@ class Sampler:
         ids = processors.top_k_ids(scores, self.params.top_k) if self.params.top_k else None
         return ids, scores if ids is None else scores[ids]
 
-    def _top_scores(self, logits: Row) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """Return the same from the best tokens of a row, where they are all that the filters can leave."""
+    def _top_scores(
+        self, logits: Row, bits: NDArray[np.uint64] | None
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]] | None:
+        """Return the same as `_scores` from what is known of a row without its values, if that suffices; see `best`."""
         p = self.params
         top = None if self._adjusts else top_of(logits)
-        if top is None or not math.isfinite(top.logits[0]):
+        if top is None or not math.isfinite(top.logsumexp):
             return None
         scores = top.logits.astype(np.float64)
         scores -= scores[0]
         scores /= p.temperature
-        count = processors.survivors(scores, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
-        if count is None:
+        order = np.lexsort((top.ids, -scores))
+        ids, scores = top.ids[order], scores[order]
+        count = num_of_top_k(scores, p.top_k)
+        if count is not None:
+            return self._filtered(*_by_id(ids[:count], scores[:count]))
+        bounds = totals(top, scores, size=len(logits), temperature=p.temperature, cut=p.top_k > 0)
+        sure, possible = survivors(scores, bounds, top_p=p.top_p, min_p=p.min_p)
+        if sure < possible and (bits is None or not is_decided(ids, scores, bits, sure=sure, possible=possible)):
             return None
-        order = np.argsort(top.ids[:count])
-        return top.ids[order], scores[order]
+        return _by_id(ids[:sure], scores[:sure])
 
     def _adjusted(self, logits: Row) -> NDArray[np.float64]:
         p, scores = self.params, self._scratch
@@ -216,6 +236,13 @@ class Sampler:
         if self.history.num_output < p.min_tokens:
             processors.ban(scores, self._end_words, self.history)
         return scores
+
+
+def _by_id(
+    ids: NDArray[np.int64], scores: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
+    order = np.argsort(ids)
+    return ids[order], scores[order]
 
 
 def log_probabilities(logits: Row) -> NDArray[np.float64]:

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +210,21 @@ def test_an_artifact_from_before_the_choice_of_outputs_is_read(artifact: Path) -
     assert data["profile"].pop("output") == "logits"
     (artifact / MANIFEST_FILE).write_text(json.dumps(data), "utf-8")
     assert read_manifest(artifact).profile.output == read_manifest(artifact).target.output == "logits"
+
+
+def test_an_artifact_whose_graph_says_the_best_tokens_but_no_sum_is_refused(artifact: Path) -> None:
+    outputs = [asdict(tensor) for tensor in graph_outputs(DIMS, replace(PROFILE, output="top-k"))]
+
+    def change(data: Any) -> None:
+        data["engines"]["draft"]["outputs"] = [entry for entry in outputs if entry["name"] != "top_logsumexp"]
+
+    assert edited(artifact, change).endswith(
+        "draft.outputs: expected top_logsumexp beside top_ids, found none, as older versions wrote: export it again"
+    )
+    data = content(artifact)
+    data["engines"]["draft"]["outputs"] = outputs
+    (artifact / MANIFEST_FILE).write_text(json.dumps(data), "utf-8")
+    assert read_manifest(artifact).engines["draft"].output == "top-k"
 
 
 def with_a_plan(folder: Path) -> Manifest:

@@ -7,7 +7,6 @@ import pytest
 
 from parts import chi_square, chi_square_limit
 from specrt.errors import RequestError
-from specrt.rows import Top
 from specrt.sampling import Sampler, SamplingParams, log_probabilities
 
 ROW = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
@@ -171,68 +170,6 @@ def test_impossible_values_are_named(name: str, value: object) -> None:
 def test_every_parameter_with_a_limit_is_tested() -> None:
     free = {"stop_token_ids", "ignore_eos"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(BAD) | free
-
-
-class TopRow:
-    """A row whose best 8 tokens are known, an arbitrary choice and order of those that tie; counts uses of the rest."""
-
-    def __init__(self, logits: np.ndarray, rng: np.random.Generator) -> None:
-        self.logits, self.num_uses = logits, 0
-        order = rng.permutation(len(logits))
-        ids = order[np.argsort(-logits[order], kind="stable")][:8]
-        self.top = Top(ids.astype(np.int64), logits[ids])
-
-    def __len__(self) -> int:
-        return len(self.logits)
-
-    def __getitem__(self, token: int) -> float:
-        return float(self.logits[token])
-
-    def argmax(self) -> int:
-        return int(self.logits.argmax())
-
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        self.num_uses += 1
-        return np.array(self.logits, dtype)  # type: ignore[call-overload, no-any-return]
-
-
-FEW = ({"top_k": 3}, {"top_k": 1}, {"top_k": 5, "top_p": 0.7}, {"top_k": 4, "min_p": 0.3}, {"min_p": 0.4})
-MANY = (
-    {},
-    {"top_p": 0.7},
-    {"top_k": 8},
-    {"top_k": 9},
-    {"min_p": 0.01, "top_p": 0.5},
-    {"top_k": 2, "presence_penalty": 1},
-)
-
-
-@pytest.mark.parametrize("params", [*FEW, *MANY])
-@pytest.mark.parametrize("levels", [2, 6, 1000])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1e308])
-def test_a_row_of_which_the_best_tokens_are_known_gives_the_same_token(
-    params: dict[str, float], levels: int, temperature: float
-) -> None:
-    rng = np.random.default_rng(levels)
-    uses = []
-    for seed in range(40):
-        logits = (rng.integers(0, levels, 40) * np.float32(0.7)).astype(np.float32)
-        row = TopRow(logits, rng)
-        for coupling in ("gumbel", "rejection"):
-            how = {"temperature": temperature, "seed": seed, "coupling": coupling, **params}
-            judge = sampler(size=40, **how)
-            assert judge.pick(row, position=5) == sampler(size=40, **how).pick(logits, position=5)
-            ours, wanted = judge.law(row), sampler(size=40, **how).law(logits)
-            np.testing.assert_array_equal(ours.probs, wanted.probs)
-            ids = np.arange(40) if wanted.ids is None else wanted.ids
-            np.testing.assert_array_equal(np.arange(40) if ours.ids is None else ours.ids, ids)
-        uses.append(row.num_uses)
-    if params in MANY:
-        assert min(uses) > 0, "these filters may leave tokens that are not among the best"
-    elif levels == 1000 and temperature == 1.0 and "min_p" not in params:
-        assert max(uses) == 0
-    elif levels == 2:
-        assert min(uses) > 0, "too many tie with the best"
 
 
 RANKED: dict[str, dict[str, object]] = {
