@@ -179,7 +179,8 @@ def _prove(request: HeadRequest, parts: TargetParts, path: Path) -> Parity:
     # what a head guesses has no text of its own: likelihoods are those of its own best guesses
     measured = parity.compare(source, found, [[0, *logits.argmax(-1)[:-1].tolist()] for logits in source])
     precision = request.profile.precision
-    parity.check(measured, parity.BOUNDS[precision], f"{request.head.path.name} at {precision}")
+    option = "" if precision == "fp32" else "--draft-precision"
+    parity.check(measured, parity.BOUNDS[precision], f"{request.head.path.name} at {precision}", option=option)
     return measured
 
 

@@ -215,8 +215,8 @@ def compare(
     )
 
 
-def check(parity: Parity, bounds: Bounds, what: str) -> None:
-    """Raise `ExportError` when the distance is beyond its bounds."""
+def check(parity: Parity, bounds: Bounds, what: str, *, option: str = "") -> None:
+    """Raise `ExportError` when the distance is beyond its bounds; option: of the command, that chose how to round."""
     problems = []
     if not parity.mean_kl <= bounds.mean_kl:
         problems.append(f"mean KL {parity.mean_kl:.3g} (at most {bounds.mean_kl:g})")
@@ -225,7 +225,8 @@ def check(parity: Parity, bounds: Bounds, what: str) -> None:
     if not parity.max_abs_diff <= bounds.max_abs_diff:
         problems.append(f"largest logit difference {parity.max_abs_diff:.3g} (at most {bounds.max_abs_diff:g})")
     if problems:
-        raise ExportError(f"{what} does not match its source: {', '.join(problems)}")
+        advice = f": choose another {option}" if option else ""
+        raise ExportError(f"{what} does not match its source: {', '.join(problems)}{advice}")
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -151,6 +151,17 @@ def test_a_wrong_rotary_table_fails_the_export(
     refuse(tiny_source, tmp_path / "out", "at fp32 does not match its source: mean KL")
 
 
+@pytest.mark.parametrize(("name", "option"), [("target", "--precision"), ("draft", "--draft-precision")])
+def test_a_precision_that_costs_too_much_names_its_option(
+    tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, option: str
+) -> None:
+    monkeypatch.setitem(BOUNDS, "int4", Bounds(mean_kl=1e-9))
+    precision = {"target": "precision", "draft": "draft_precision"}[name]
+    profile = replace(tiny.TINY_PROFILE, **{"precision": "fp32", "draft_precision": "fp32", precision: "int4"})
+    with pytest.raises(ExportError, match=rf"at int4 does not match its source: .*: choose another {option}$"):
+        tiny.export_tiny(tiny_source, tmp_path / "out", draft=str(tiny_source), profile=profile)
+
+
 @pytest.mark.slow
 def test_a_wrong_weight_fails_the_export(tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = weights.fp32
