@@ -95,6 +95,8 @@ def _source(model: str, work: Path, say: Say, texts: Path | None = None) -> Path
     say(f"{model}: {'source logits' if texts else 'source weights'}")
     command = [sys.executable, "-m", "benchmarks.peers.source", model, str(folder), *([str(texts)] if texts else [])]
     done = subprocess.run(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode < 0:
+        raise PeersError(f"{model}: the process that reads it was killed by signal {-done.returncode}: too little memory?")
     if done.returncode:
         raise PeersError(f"{model}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
     return folder

@@ -41,6 +41,7 @@ def main(model: str, work: Path, texts: Path | None) -> None:
 
 def _write_source(checkpoint: Any, folder: Path) -> None:
     """Save the model from its configuration and values alone: one loaded from GGUF counts as quantised otherwise."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     from specrt_export.tokenizer import load_tokenizer, save_tokenizer, vocabulary_of
@@ -49,8 +50,10 @@ def _write_source(checkpoint: Any, folder: Path) -> None:
         str(checkpoint.directory), dtype="float32", **checkpoint.from_pretrained
     )
     settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    clean = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float()
-    clean.load_state_dict(loaded.state_dict())
+    with torch.device("meta"):  # the values are there once already
+        clean = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
+    clean.load_state_dict(loaded.state_dict(), assign=True)
+    clean.tie_weights()
     eos, bos = loaded.config.eos_token_id, loaded.config.bos_token_id
     clean.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=bos)
     clean.save_pretrained(folder)
