@@ -96,7 +96,7 @@ def _source(model: str, work: Path, say: Say, texts: Path | None = None) -> Path
     command = [sys.executable, "-m", "benchmarks.peers.source", model, str(folder), *([str(texts)] if texts else [])]
     done = subprocess.run(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode < 0:
-        raise PeersError(f"{model}: the process that reads it was killed by signal {-done.returncode}: too little memory?")
+        raise PeersError(f"{model}: its reader was killed by signal {-done.returncode}: too little memory?")
     if done.returncode:
         raise PeersError(f"{model}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
     return folder
