@@ -16,9 +16,8 @@ from typing import Any
 
 import click
 
-from specrt.acceptance import Proposal
 from specrt.cli_options import parse_ks
-from specrt.control import Step
+from specrt.control import FixedController, Step
 from specrt.errors import SpecRTError
 from specrt.language_model import LanguageModel, load
 from specrt.machine import processor
@@ -28,19 +27,16 @@ PLAIN = "plain"
 Runs = dict[str, dict[str, list[tuple[int, float]]]]  # rule -> category -> tokens and seconds of each prompt
 
 
-class Ewma:
+class Ewma(FixedController):
     """Asks for one token more than were accepted lately: an exponentially weighted mean that starts at `first`."""
 
     def __init__(self, *, first: int = 5, weight: float = 0.2) -> None:
+        super().__init__(first)
         self._mean, self._weight = float(first), weight
 
     def limit(self, most: int) -> int:
         """Return the mean, rounded up, and one more."""
         return min(most, math.ceil(self._mean) + 1)
-
-    def keep(self, proposal: Proposal) -> int:
-        """Keep all."""
-        return len(proposal.token_ids)
 
     def learn(self, step: Step) -> None:
         """Take in what was accepted, where something was guessed."""

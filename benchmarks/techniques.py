@@ -27,6 +27,7 @@ from specrt.prompts import load_prompts
 from specrt_profiles.manifest import read_manifest
 
 _MIB = 1 << 20
+_STATM = Path("/proc/self/statm")  # of the operating system: pages that this process holds
 _HEADER = (
     "| artifact | weights read per call | KV buffers | memory | plain-1 | plain | speculation | spread | mean KL | "
     "perplexity |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -56,6 +57,8 @@ def main(
 ) -> None:  # fmt: skip
     """Measure greedy decoding of artifacts, plain and speculative."""
     measured: dict[Path, list[Round]] = {artifact: [] for artifact in artifacts}
+    if not _STATM.is_file():
+        raise click.ClickException(f"expected {_STATM}, which tells a process's memory, found none: run it on Linux")
     try:
         for _ in range(rounds):
             for artifact, found in measured.items():
@@ -82,7 +85,7 @@ def measure(
         options: Any = {"max_tokens": max_tokens, "temperature": 0.0}
         named = {} if drafter is None else {"drafter": drafter}
         used = model.generate(prompts[0].text, **options, **named).stats.drafter
-        resident_pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])  # of Linux
+        resident_pages = int(_STATM.read_text("ascii").split()[1])
         mib = resident_pages * resource.getpagesize() / _MIB
         rows = run_bench(
             model, prompts, drafters=[used], ks=["auto"], repeats=1, options=options, chat=True, on_run=lambda: None

@@ -61,7 +61,7 @@ def read_reference(path: Path) -> list[ReferenceText]:
 def _summarise(ids: NDArray[np.int64], rows: NDArray[np.float32]) -> ReferenceText:
     count = min(_TOP, rows.shape[1])
     top_ids = np.stack([np.sort(np.argpartition(row, -count)[-count:]) for row in rows])
-    sums = [_logsumexp(row.astype(np.float64)) for row in rows]  # one at a time: all of them may be gigabytes
+    sums = [logsumexp(row) for row in rows]  # one at a time: all of them may be gigabytes
     full_rows = np.unique(np.linspace(0, len(ids) - 1, _FULL_ROWS).astype(np.int64))
     return ReferenceText(
         ids=ids,
@@ -73,6 +73,9 @@ def _summarise(ids: NDArray[np.int64], rows: NDArray[np.float32]) -> ReferenceTe
     )
 
 
-def _logsumexp(row: NDArray[np.float64]) -> float:
-    peak = row.max()
-    return float(peak + np.log(np.exp(row - peak).sum()))
+def logsumexp(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return log sum exp over the last axis of logits, in float64."""
+    wide = rows.astype(np.float64)
+    peak = wide.max(-1, keepdims=True)
+    result: NDArray[np.float64] = (peak + np.log(np.exp(wide - peak).sum(-1, keepdims=True)))[..., 0]
+    return result

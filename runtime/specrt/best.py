@@ -45,14 +45,17 @@ def num_of_top_k(scores: Scores, top_k: int) -> int | None:
     return int(np.count_nonzero(scores >= scores[top_k - 1]))
 
 
-def survivors(scores: Scores, bounds: tuple[float, float], *, top_p: float, min_p: float) -> tuple[int, int]:
+def survivors(
+    scores: Scores, bounds: tuple[float, float] | None, *, top_p: float, min_p: float
+) -> tuple[int, int]:  # fmt: skip
     """Return how many of the listed tokens survive top-p and min-p for sure, and how many may.
 
     The survivors are the first ones in the order of scores, as many as both filters leave. bounds: of the sum that
-    top-p takes a part of. K + 1 stands for tokens that are not listed: they may survive where the last one's like may.
+    top-p takes a part of, None without top-p. K + 1 stands for tokens that are not listed: they may survive where the
+    last one's like may.
     """
     num_above, few, many = int(np.count_nonzero(scores > scores[-1])), len(scores), len(scores) + 1
-    if top_p < 1:
+    if bounds is not None:
         mass = np.cumsum(np.exp(scores))
         few, many = (int(np.searchsorted(mass, top_p * total, side="left")) + 1 for total in bounds)
     if min_p:

@@ -14,7 +14,7 @@ from specrt.rows import Row, logsumexp_error, top_of
 from specrt_profiles.exactness import Exactness, find_exact_widths
 from specrt_profiles.files import check_hashes
 from specrt_profiles.manifest import EngineSpec, read_manifest
-from specrt_profiles.reference import ReferenceText, read_reference
+from specrt_profiles.reference import ReferenceText, logsumexp, read_reference
 
 _SLACK = 2.0  # other processors round differently: up to twice the distance measured at export is accepted
 _FLOOR_KL, _FLOOR_DIFF = 1e-6, 1e-3
@@ -164,18 +164,10 @@ def _is_true_of(row: Row, logits: NDArray[np.float32]) -> bool:
         falling = np.sort(logits)[: -len(top.logits) - 1 : -1]
         if not (np.array_equal(top.logits, falling) and np.array_equal(top.logits, logits[top.ids])):
             return False
-        logsumexp = float(_logsumexp(logits))
-        if not abs(top.logsumexp - logsumexp) <= logsumexp_error(logsumexp) / _SPARE:
+        true = float(logsumexp(logits))
+        if not abs(top.logsumexp - true) <= logsumexp_error(true) / _SPARE:
             return False
     return int(row.argmax()) == logits.argmax()
-
-
-def _logsumexp(rows: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return log sum exp over the last axis, in float64."""
-    wide = rows.astype(np.float64)
-    peak = wide.max(-1, keepdims=True)
-    result: NDArray[np.float64] = (peak + np.log(np.exp(wide - peak).sum(-1, keepdims=True)))[..., 0]
-    return result
 
 
 def _rest(log_p: NDArray[np.float64], log_q: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -191,7 +183,7 @@ def _distance(text: ReferenceText, rows: NDArray[np.float32]) -> tuple[NDArray[A
     top_ids, top = text.top_ids[first:], text.top[first:].astype(np.float64)
     ours = np.take_along_axis(rows, top_ids, -1).astype(np.float64)
     log_p = top - text.logsumexp[first:, None]
-    log_q = ours - _logsumexp(rows)[:, None]
+    log_q = ours - logsumexp(rows)[:, None]
     diffs = np.abs(ours - top).max(-1)
     for row, full in zip(text.full_rows, text.full, strict=True):
         if row >= first:

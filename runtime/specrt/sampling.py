@@ -216,7 +216,9 @@ class Sampler:
         count = num_of_top_k(scores, p.top_k)
         if count is not None:
             return self._filtered(*_by_id(ids[:count], scores[:count]))
-        bounds = totals(top, scores, size=len(logits), temperature=p.temperature, cut=p.top_k > 0)
+        bounds = None
+        if p.top_p < 1:
+            bounds = totals(top, scores, size=len(logits), temperature=p.temperature, cut=p.top_k > 0)
         sure, possible = survivors(scores, bounds, top_p=p.top_p, min_p=p.min_p)
         if sure < possible and (bits is None or not is_decided(ids, scores, bits, sure=sure, possible=possible)):
             return None

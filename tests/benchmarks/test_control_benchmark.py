@@ -1,12 +1,17 @@
 """The benchmark of rules for k: one text under all of them, and rules that do what they say."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
-from benchmarks.control import Ewma, Heuristic, main
+from benchmarks.control import Ewma, Heuristic, main, measure
 from specrt.acceptance import Proposal
 from specrt.control import Step
+from specrt.errors import SpecRTError
+from specrt.language_model import LanguageModel
+from specrt.prompts import BenchPrompt
 
 PROMPTS = '{"prompt": "the quick brown fox", "category": "a"}\n{"prompt": "the quick brown", "category": "b"}\n'
 
@@ -48,7 +53,14 @@ def test_a_table_has_every_rule_and_category(tiny_artifact: Path, tmp_path: Path
     assert lines[0] == "| suffix | plain | k=3 | k=auto | ewma | heuristic |"
     categories = [line.split()[1] for line in lines if not line.startswith("|---")]
     assert categories == ["suffix", "a", "b", "all", "model", "a", "b", "all"]
-    assert all("1.00 x" in line for line in lines if line[2:4] in ("a ", "b ", "al"))
+    assert {line.count("|") for line in lines} == {7}
+    assert all(float(cell.split()[1]) > 0 for line in lines if " x " in line for cell in line.split("|")[2:-1])
+
+
+def test_rules_that_change_the_text_are_found(tiny_model: LanguageModel) -> None:
+    rules: dict[str, Any] = {"plain": lambda: {"drafter": "none"}, "biased": lambda: {"logit_bias": {5: 99.0}}}
+    with pytest.raises(SpecRTError, match="the rules gave 2 texts for 'the quick brown fox'"):
+        measure(tiny_model, [BenchPrompt("a", "the quick brown fox")], rules, max_tokens=5, repeats=1)
 
 
 def test_a_prompt_that_is_too_long_is_one_line(tiny_artifact: Path, tmp_path: Path) -> None:

@@ -33,9 +33,11 @@ def test_the_lines_add_up_to_the_call() -> None:
     ]
 
 
-def test_a_real_call_is_taken_apart(tiny_artifact: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny_artifact", "exit_artifact"])
+def test_a_real_call_is_taken_apart(request: pytest.FixtureRequest, name: str) -> None:
+    artifact = request.getfixturevalue(name)
     result = CliRunner().invoke(
-        main, [str(tiny_artifact), "--rows", "1,4", "--context", "8", "--calls", "3", "--least", "0"]
+        main, [str(artifact), "--rows", "1,4", "--context", "8", "--calls", "3", "--least", "0"]
     )
     assert result.exit_code == 0, result.output
     assert "| GroupQueryAttention |" in result.output
