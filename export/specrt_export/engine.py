@@ -208,7 +208,11 @@ def _prove(
     measured = parity.compare(source, found, _said(request, texts, source))
     is_rounded_most_in_kv = profile.kv_precision == "int8" and profile.precision in ("fp32", "fp16")
     bounds = parity.BOUNDS["int8" if is_rounded_most_in_kv else profile.precision]
-    option = "" if profile.precision == "fp32" else "--precision" if request.name == "target" else "--draft-precision"
+    option = "--precision" if request.name == "target" else "--draft-precision"
+    if is_rounded_most_in_kv:
+        option = "--kv-precision"
+    elif profile.precision == "fp32":
+        option = ""
     parity.check(measured, bounds, f"{request.checkpoint.name} at {profile.precision}", option=option)
     widths = sorted({*profile.verify_widths, profile.prefill_width})
     with _opened(request, path, rounded=profile.float_type == "bfloat16") as runner:

@@ -162,6 +162,15 @@ def test_a_precision_that_costs_too_much_names_its_option(
         tiny.export_tiny(tiny_source, tmp_path / "out", draft=str(tiny_source), profile=profile)
 
 
+def test_a_precision_of_keys_and_values_that_costs_too_much_names_its_option(
+    tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BOUNDS, "int8", Bounds(mean_kl=1e-9))
+    profile = replace(tiny.TINY_PROFILE, precision="fp32", kv_precision="int8")
+    with pytest.raises(ExportError, match=r"does not match its source: .*: choose another --kv-precision$"):
+        tiny.export_tiny(tiny_source, tmp_path / "out", profile=profile)
+
+
 @pytest.mark.slow
 def test_a_wrong_weight_fails_the_export(tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = weights.fp32
