@@ -16,6 +16,7 @@ from specrt_export.cli import begin, default_cache_dir
 Examples:
   specrt distill smollm2-135m -o heads/smollm2.safetensors
   specrt distill ./my-model --drafter eagle3 --prompts questions.jsonl -o heads/mine.safetensors
+  specrt distill smollm2-135m --start own --prompts questions.jsonl -o heads/smollm2-mine.safetensors
   specrt distill smollm2-135m --drafter medusa --heads 4 -o heads/smollm2-medusa.safetensors
   specrt distill smollm2-135m --drafter early-exit --layers 12 -o heads/smollm2-exit.safetensors
   specrt distill smollm2-135m --drafter pruned --layers 8 -o drafts/smollm2-8
@@ -64,6 +65,11 @@ Examples:
     help="Tokens that a head or pruned draft can guess, and an early exit learns above all.",
 )
 @click.option("--ffn", type=click.IntRange(min=1), help="Width of the feed-forward layer.  [default: MODEL's]")
+@click.option(
+    "--start",
+    metavar="FILE|own",
+    help="Eagle head to begin with, whose --ffn and --vocabulary are kept; own: that of a built-in MODEL.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Processor cores to use.  [default: all]")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option(
@@ -72,7 +78,8 @@ Examples:
 def distill_command(
     model: str, out: Path, drafter: Literal["eagle", "eagle3", "medusa", "early-exit", "pruned"], heads: int | None,
     tokens: int, prompts: Path | None, work: Path | None, minutes: float | None, epochs: int | None,
-    layers: int | None, vocabulary: int, ffn: int | None, threads: int | None, revision: str | None, cache_dir: Path,
+    layers: int | None, vocabulary: int, ffn: int | None, start: str | None, threads: int | None,
+    revision: str | None, cache_dir: Path,
 ) -> None:  # fmt: skip
     """Train a drafter head for MODEL, or a draft of fewer layers, without a data set.
 
@@ -86,14 +93,8 @@ def distill_command(
     With --drafter pruned the layers that change least are dropped, and what is left learns to say what MODEL says.
     OUT is a transformers directory then, for 'specrt export MODEL --draft OUT'; its card is draft.json.
     """
-    if drafter in ("medusa", "early-exit", "pruned") and ffn is not None:
-        raise click.UsageError(f"--ffn is of eagle heads: --drafter {drafter} has none of its own")
-    if drafter != "medusa" and heads is not None:
-        raise click.UsageError("--heads needs --drafter medusa")
-    if drafter not in ("early-exit", "pruned") and layers is not None:
-        raise click.UsageError("--layers needs --drafter early-exit or pruned")
-    if drafter != "pruned" and epochs == 0:
-        raise click.UsageError("--epochs 0 needs --drafter pruned")
+    _check_options(drafter, ffn=ffn, start=start, heads=heads, layers=layers, epochs=epochs)
+    begin_with = _start(model, start)
     begin()
     from specrt_export.distill.call import NUM_HEADS, DistillRequest
     from specrt_export.distill.exit import EXIT_HEALING
@@ -105,10 +106,38 @@ def distill_command(
     plan = {"early-exit": EXIT_HEALING, "pruned": HEALING}.get(drafter, TrainingPlan())
     request = DistillRequest(
         model=model, layout=drafter, out=out, work=work or out.with_suffix(".work"), tokens=tokens, prompts=prompts,
-        minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, heads=heads or NUM_HEADS, layers=layers,
-        threads=threads or os.cpu_count() or 1, training=plan if epochs is None else replace(plan, epochs=epochs),
+        minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, start=begin_with, heads=heads or NUM_HEADS,
+        layers=layers, threads=threads or os.cpu_count() or 1,
+        training=plan if epochs is None else replace(plan, epochs=epochs),
         revision=revision, cache_dir=cache_dir, command=shlex.join(["specrt", *sys.argv[1:]]),
     )  # fmt: skip
     written = distill(request, Progress())
     if written is not None:
         click.echo(written)
+
+
+def _check_options(
+    drafter: str, *, ffn: int | None, start: str | None, heads: int | None, layers: int | None, epochs: int | None
+) -> None:
+    """Raise `UsageError` for an option of another drafter."""
+    if drafter in ("medusa", "early-exit", "pruned") and ffn is not None:
+        raise click.UsageError(f"--ffn is of eagle heads: --drafter {drafter} has none of its own")
+    if drafter in ("medusa", "early-exit", "pruned") and start is not None:
+        raise click.UsageError(f"--start is a head of eagle or eagle3: --drafter {drafter} has none")
+    if drafter != "medusa" and heads is not None:
+        raise click.UsageError("--heads needs --drafter medusa")
+    if drafter not in ("early-exit", "pruned") and layers is not None:
+        raise click.UsageError("--layers needs --drafter early-exit or pruned")
+    if drafter != "pruned" and epochs == 0:
+        raise click.UsageError("--epochs 0 needs --drafter pruned")
+
+
+def _start(model: str, start: str | None) -> Path | None:
+    if start != "own":
+        return None if start is None else Path(start)
+    from specrt_export.catalogue import own_head
+
+    head = own_head(model)
+    if head is None:
+        raise click.UsageError(f"--start own needs a built-in model that a head comes with, found {model}")
+    return head

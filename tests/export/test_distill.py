@@ -10,12 +10,14 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tiny
 from distilling import assert_resumes, card_of, distill_request
+from specrt_export.catalogue import own_head
 from specrt_export.checkpoint import resolve
 from specrt_export.cli_distill import distill_command
+from specrt_export.distill.call import DistillRequest
 from specrt_export.distill.card import fingerprint_of
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.run import distill
@@ -100,6 +102,52 @@ def test_an_eagle3_head_from_the_same_text(source: Path, trained: Path, tmp_path
     assert tensors["midlayer.mlp.gate_proj.weight"].shape == (64, 64)
     assert card["layers"] == [2, 4, 5]
     assert card["agreement"][0] > 0.2
+
+
+def test_training_begins_with_a_head(source: Path, trained: Path, tmp_path: Path) -> None:
+    start, text, plan = trained / "head.safetensors", trained / "work" / "texts", {"epochs": 1, "learning_rate": 0.0}
+    shutil.copytree(text, tmp_path / "work" / "texts")
+    shutil.copy(trained / "work" / "about.json", tmp_path / "work")
+    frozen = distill_request(source, tmp_path)
+    frozen = replace(frozen, start=start, vocabulary_size=50, training=replace(frozen.training, **plan))
+    log = Log()
+    same = distill(frozen, log.progress)
+    assert same is not None
+    before, after = load_file(start), load_file(same)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert f"{start}: {card_of(start)['block_efficiency']:.2f} tokens per target call" in log.stream.getvalue()
+    assert card_of(same)["agreement"] == pytest.approx(card_of(start)["agreement"], abs=0.02)  # of rounded weights
+    with pytest.raises(ExportError, match=r"of a training with start '.*', not None: delete it to begin again"):
+        distill(replace(frozen, start=None), Log().progress)
+
+
+def test_training_may_begin_with_the_head_of_a_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[DistillRequest] = []
+    monkeypatch.setattr("specrt_export.distill.run.distill", lambda request, progress: asked.append(request))
+    words = ["smollm2-135m", "--start", "own", "-o", str(tmp_path / "head.safetensors")]
+    result = CliRunner().invoke(distill_command, words)
+    assert result.exit_code == 0, result.output
+    assert asked[0].start == own_head("smollm2-135m")
+    assert asked[0].start.is_file()
+
+
+def test_heads_that_no_training_can_begin_with(source: Path, trained: Path, tmp_path: Path) -> None:
+    start = trained / "head.safetensors"
+    other = tiny.make_model("llama", tmp_path / "other", seed=5, num_hidden_layers=LAYERS)
+    own = tmp_path / "own.safetensors"
+    tensors = load_file(start)
+    save_file({**tensors, "lm_head.weight": torch.zeros(len(tensors["d2t"]), tensors["fc.bias"].numel())}, own)
+    for changes, text in (
+        ({"start": tmp_path / "none.safetensors"}, "not readable as safetensors"),
+        ({"start": start, "layout": "eagle3"}, "expected a head of layout eagle3 to begin with, found eagle"),
+        ({"start": start, "ffn": 7}, "expected a head of --ffn 7, found .*: leave --ffn out"),
+        ({"start": start, "model": str(other)}, "with other weights than other has"),
+        ({"start": own}, "found one with lm_head.weight of its own: begin without --start"),
+    ):
+        with pytest.raises(ExportError, match=text):
+            distill(distill_request(source, tmp_path, **changes), Log().progress)
+    assert not (tmp_path / "work").exists()
 
 
 def test_going_on_after_interrupts_ends_at_the_same_head(source: Path, trained: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import tiny
 from specrt_export.distill.data import Dataset, Texts, batches, coverage, draft_vocabulary, load_texts
 from specrt_export.distill.features import check_output, collect, in_groups, taps
 from specrt_export.distill.head import Layout, head_for
+from specrt_export.distill.linear import begin_linear
 from specrt_export.distill.loss import Batch, LossOptions, agreement, block_efficiency, loss
 from specrt_export.distill.rows import FIXED, GREEDY, SAMPLED, USER
 from specrt_export.distill.shards import TextShard, shard_path, write_shard
@@ -201,6 +202,29 @@ def test_what_is_held_out_is_not_trained_on(model: Any, tmp_path: Path) -> None:
     assert sorted(seen(learn, 0)) == sorted([(0, d) for d in range(3, 8)] + [(1, d) for d in range(8)])
     assert seen(learn, 0) == seen(learn, 0) != seen(learn, 1)
     assert all(set(batch.weights.unique().tolist()) <= {0.0, 1.0} for batch in batches(held, num_tokens=64))
+
+
+def test_a_new_head_begins_at_the_best_linear_guess_of_the_next_feature(model: Any, tmp_path: Path) -> None:
+    part = texts(model, tmp_path, "eagle", [60] * 20)
+    embed = model.get_input_embeddings()
+    head = head_for(model, "eagle", ffn=None, seed=0)
+    begin_linear(head, Dataset([part], embed, np.arange(384), held_out=0, measure=False))
+
+    rows = np.concatenate([np.arange(begin, begin + 58) for begin in range(60, 1200, 60)])  # one is always held out
+    rows = rows[part.text.roles[rows + 2] != FIXED]
+    given = np.concatenate(
+        [
+            embed.weight.detach().numpy()[part.text.tokens[rows + 1]],
+            part.features.features[rows].astype(np.float64),
+            np.ones((len(rows), 1)),
+        ],
+        axis=1,
+    )
+    wanted = part.features.last[rows + 1].astype(np.float64)
+    best = given @ np.linalg.lstsq(given, wanted)[0]
+    ours = given[:, :-1] @ head.fc.weight.detach().numpy().T + head.fc.bias.detach().numpy()
+    assert len(rows) > 2 * given.shape[1]
+    assert ((ours - wanted) ** 2).mean() < 1.01 * ((best - wanted) ** 2).mean() < 0.5 * wanted.var()
 
 
 def test_groups_of_documents_stay_small() -> None:

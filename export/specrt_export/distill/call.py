@@ -22,9 +22,9 @@ class DistillRequest:
 
     layout: of a head, whose file `out` is, or `pruned`, whose folder it is. heads, blocks: of `medusa`, how many heads
     of how many blocks each. layers: of a pruned draft, a quarter of the model's if left out, or those before an
-    early exit, chosen by measuring if left out. tokens: to be written in
-    all. work: where text, features and checkpoints are kept. minutes: after which this call ends, finished or not.
-    command: how it was called, for the card.
+    early exit, chosen by measuring if left out. start: a head of the same layout to begin with, whose width and tokens
+    are kept. tokens: to be written in all. work: where text, features and checkpoints are kept. minutes: after which
+    this call ends, finished or not. command: how it was called, for the card.
     """
 
     model: str
@@ -38,6 +38,7 @@ class DistillRequest:
     minutes: float | None = None
     vocabulary_size: int = 6144
     ffn: int | None = None
+    start: Path | None = None
     heads: int = NUM_HEADS
     blocks: int = 1
     layers: int | None = None

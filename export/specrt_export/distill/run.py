@@ -30,11 +30,13 @@ from specrt_export.distill.exit import heal_exit, open_exit
 from specrt_export.distill.features import check_output, collect
 from specrt_export.distill.head import feature_layers, head_for
 from specrt_export.distill.heal import PrunedHealing, healing_texts
+from specrt_export.distill.linear import begin_linear
 from specrt_export.distill.loss import block_efficiency, by_step
 from specrt_export.distill.medusa import MedusaHeads, MedusaTraining, by_rank
 from specrt_export.distill.prune import influence, kept_layers, pruned, resolve_layers
 from specrt_export.distill.rows import WritingPlan
 from specrt_export.distill.shards import read_shard, shard_path
+from specrt_export.distill.start import Start, read_start
 from specrt_export.distill.train import Trainer
 from specrt_export.distill.turns import tasks, template_of, user_starts
 from specrt_export.distill.work import Work, open_work
@@ -72,6 +74,7 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
         weights = fingerprint_of(model)
         check_output(model, tokenizer.encode(_TEXT))
         decoder_layers(model)
+        start = _start(request, model, checkpoint.name)
         if request.layout == "early-exit":
             check_exits(model, None if request.layers is None else [request.layers])
     template = template_of(tokenizer, model.generation_config.eos_token_id)
@@ -82,10 +85,17 @@ def distill(request: DistillRequest, progress: Progress, *, clock: Callable[[], 
     try:
         shards = _written(call, job, work)
         target = Target(name=checkpoint.name, vocabulary=fingerprint(tokens_of(tokenizer)), weights=weights)
-        return _learned(call, model.to(torch.bfloat16), work, shards, target, tokenizer, checkpoint.documents)
+        return _learned(call, model.to(torch.bfloat16), work, shards, target, tokenizer, checkpoint.documents, start)
     except OutOfTimeError:
         progress.say(f"the minutes are over; the same command goes on from {request.work}")
         return None
+
+
+def _start(request: DistillRequest, model: Any, name: str) -> Start | None:
+    if request.start is None:
+        return None
+    assert request.layout in ("eagle", "eagle3")
+    return read_start(request.start, request.layout, model, name, ffn=request.ffn)
 
 
 def _written(call: Call, job: WritingJob, work: Work) -> list[Path]:
@@ -105,21 +115,21 @@ def _written(call: Call, job: WritingJob, work: Work) -> list[Path]:
 
 def _learned(
     call: Call, model: Any, work: Work, shards: Sequence[Path], target: Target, tokenizer: Any,
-    documents: dict[str, str],
+    documents: dict[str, str], start: Start | None,
 ) -> Path:  # fmt: skip
     """Read the text, and make what is asked for."""
     layout = call.request.layout
     if layout == "early-exit":
-        start = open_exit(call, model, work, read_shard(shards[0]))
-        texts = _read(call, model, work, shards, (start.layer,), kind=f"exit-{start.layer}")
-        return heal_exit(call, model, work, texts, start, target, held_out=_held_out(texts))
+        begin = open_exit(call, model, work, read_shard(shards[0]))
+        texts = _read(call, model, work, shards, (begin.layer,), kind=f"exit-{begin.layer}")
+        return heal_exit(call, model, work, texts, begin, target, held_out=_held_out(texts))
     if layout == "eagle3":
         texts = _read(call, model, work, shards, feature_layers(model.config, layout), kind=layout)
     else:
         texts = _read(call, model, work, shards, (), kind="eagle")
     if layout == "pruned":
         return _prune(call, model, work, texts, target, tokenizer, documents)
-    return _train(call, model, work, texts, target)
+    return _train(call, model, work, texts, target, start)
 
 
 def _read(
@@ -136,20 +146,27 @@ def _read(
     return [load_texts(path, folder) for path, folder in zip(shards, folders, strict=True)]
 
 
-def _train(call: Call, model: Any, work: Work, texts: list[Texts], target: Target) -> Path:
+def _train(
+    call: Call, model: Any, work: Work, texts: list[Texts], target: Target, start: Start | None
+) -> Path:  # fmt: skip
     request = call.request
     matrix = model.get_output_embeddings().weight.detach()
-    vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
+    if start is None:
+        vocabulary = draft_vocabulary(texts, request.vocabulary_size, num_tokens=len(matrix))
+    else:
+        vocabulary = start.vocabulary
     rows = matrix[torch.from_numpy(vocabulary)]
     total, cut = sum(len(part.text.tokens) for part in texts), _held_out(texts)
     embed = model.get_input_embeddings()
     learn = Dataset(texts, embed, vocabulary, held_out=cut, measure=False)
     held = Dataset(texts[:1], embed, vocabulary, held_out=cut, measure=True)
-    trainer, sizes = _trainer(request, model, learn, rows)
+    trainer, sizes = _trainer(request, model, learn, rows, start)
     path = work.checkpoint(request.layout)
     about = {"tokens": total, "vocabulary": len(vocabulary), **sizes, **asdict(request.training)}
     if path.is_file():
         trainer.restore(path, about)
+    elif start is not None:
+        call.progress.say(f"{request.start}: {block_efficiency(trainer.measure(held)):.2f} tokens per target call")
     train_on(call, trainer, held, path, about)
     agreed = trainer.measure(held)
     trained = HeadCard(
@@ -167,17 +184,23 @@ def _train(call: Call, model: Any, work: Work, texts: list[Texts], target: Targe
 
 
 def _trainer(
-    request: DistillRequest, model: Any, learn: Dataset, rows: torch.Tensor
-) -> tuple[Trainer | MedusaTraining, dict[str, int]]:
-    """Return the training of new heads of the layout that is asked for, and the sizes that they have."""
+    request: DistillRequest, model: Any, learn: Dataset, rows: torch.Tensor, start: Start | None
+) -> tuple[Trainer | MedusaTraining, dict[str, Any]]:
+    """Return the training of heads of the layout that is asked for, and what else it depends on."""
     if request.layout == "medusa":
         heads = MedusaHeads(rows.shape[1], num_heads=request.heads, num_blocks=request.blocks)
-        sizes = {"heads": request.heads, "blocks": request.blocks}
-        return MedusaTraining(heads, learn, rows, request.training), sizes
+        of_medusa = {"heads": request.heads, "blocks": request.blocks}
+        return MedusaTraining(heads, learn, rows, request.training), of_medusa
     assert request.layout != "pruned"
     assert request.layout != "early-exit"
-    head = head_for(model, request.layout, ffn=request.ffn, seed=request.training.seed)
-    return Trainer(head, learn, rows, request.training), {"ffn": head.ffn}
+    ffn = request.ffn if start is None else start.ffn
+    head = head_for(model, request.layout, ffn=ffn, seed=request.training.seed)
+    if start is not None:
+        start.load(head)
+    elif head.layout == "eagle":
+        begin_linear(head, learn)
+    sizes: dict[str, Any] = {"ffn": head.ffn, "start": None if start is None else start.digest}
+    return Trainer(head, learn, rows, request.training), sizes
 
 
 def _card(
