@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 import tiny
 from specrt_export.distill.data import Dataset, Texts, batches, coverage, draft_vocabulary, load_texts
-from specrt_export.distill.features import check_output, collect, in_groups, taps
+from specrt_export.distill.features import check_output, collect, in_groups, read_features, taps
 from specrt_export.distill.head import Layout, head_for
 from specrt_export.distill.linear import begin_linear
 from specrt_export.distill.loss import Batch, LossOptions, agreement, block_efficiency, loss
@@ -190,6 +190,8 @@ def test_a_batch_lines_tokens_and_features_up(model: Any, tmp_path: Path) -> Non
 
 def test_what_is_held_out_is_not_trained_on(model: Any, tmp_path: Path) -> None:
     parts = [texts(model, tmp_path, "eagle", [30] * 8, seed) for seed in (0, 1)]
+    for part in parts:
+        part.text.roles[np.add.outer(part.text.offsets[:-1], np.arange(4))] = USER  # prompts that differ
     embed, vocabulary = model.get_input_embeddings(), np.arange(384)
     learn = Dataset(parts, embed, vocabulary, held_out=95, measure=False)
     held = Dataset(parts, embed, vocabulary, held_out=95, measure=True)
@@ -202,6 +204,30 @@ def test_what_is_held_out_is_not_trained_on(model: Any, tmp_path: Path) -> None:
     assert sorted(seen(learn, 0)) == sorted([(0, d) for d in range(3, 8)] + [(1, d) for d in range(8)])
     assert seen(learn, 0) == seen(learn, 0) != seen(learn, 1)
     assert all(set(batch.weights.unique().tolist()) <= {0.0, 1.0} for batch in batches(held, num_tokens=64))
+
+
+def test_what_is_measured_has_prompts_that_are_not_trained_on(model: Any, tmp_path: Path) -> None:
+    def shard(prompts: list[int]) -> TextShard:
+        tokens = np.array([[prompt, 7, 5, 6, 7, 8] for prompt in prompts]).ravel()
+        roles = np.array([[USER, FIXED, GREEDY, GREEDY, USER, GREEDY]] * len(prompts)).ravel()
+        return TextShard(
+            tokens=tokens.astype(np.int32), roles=roles.astype(np.uint8), offsets=np.arange(len(prompts) + 1) * 6
+        )
+
+    def measured(first: list[int], second: list[int]) -> list[int]:
+        parts = []
+        for number, prompts in enumerate((first, second)):
+            features = tmp_path / f"{first}{number}"
+            collect(model, shard(prompts), (), features, lambda _: None)
+            parts.append(Texts(shard(prompts), read_features(features)))
+        data = Dataset(parts, model.get_input_embeddings(), np.arange(384), held_out=18, measure=True)
+        assert {number for number, _ in data.order(0, num_tokens=64, seed=0)} == {0}
+        return sorted(int(document) for _, group in data.order(0, num_tokens=64, seed=0) for document in group)
+
+    assert measured([1, 2, 3, 2], [4, 5]) == [0, 2]  # in the same shard
+    assert measured([1, 2, 3, 4], [3, 5]) == [0, 1]  # in another
+    assert measured([1, 1, 3, 4], [3, 5]) == [0, 1]  # held out as well
+    assert measured([1, 2, 3, 1], [3, 2]) == [0, 1, 2]  # nothing is left
 
 
 def test_a_new_head_begins_at_the_best_linear_guess_of_the_next_feature(model: Any, tmp_path: Path) -> None:
@@ -256,12 +282,19 @@ def test_agreement_follows_chains() -> None:
     batch = Batch(nothing, nothing, nothing, following, torch.tensor([[1.0, 1, 1, 1, 1, 0]]))
     found = agreement(told, batch, nothing, steps=3)  # three chains: the fourth ends in a row that does not count
     assert found.tolist() == [[True, True, False], [True, True, True], [True, False, True]]
-    assert block_efficiency(found) == pytest.approx(1 + (3 + 2 + 0) / 3)
     following[0, 1] = -1  # not in the vocabulary: never right
     found = agreement(told, batch, nothing, steps=3)
     assert found.tolist() == [[True, False, False], [False, True, True], [True, False, True]]
     short = Batch(nothing, nothing, nothing, following[:, :2], torch.ones(1, 2))
     assert agreement(told, short, nothing, steps=3).shape == (3, 0)
+
+
+def test_tokens_per_call_are_those_of_chains_one_after_the_other() -> None:
+    right = [3, 2, 1, 0, 0, 2, 1, 0]  # tokens of a chain of three from each row: the mean over rows would be 1 + 9 / 8
+    agreed = torch.tensor([[count > step for count in right] for step in range(3)])
+    assert block_efficiency(agreed) == (4 + 1 + 3) / 3  # from rows 0, 4 and 5
+    assert block_efficiency(torch.ones(3, 4, dtype=torch.bool)) == 4.0
+    assert block_efficiency(torch.zeros(3, 5)) == 1.0
     assert block_efficiency(torch.zeros(3, 0)) == 1.0
 
 

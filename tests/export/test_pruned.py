@@ -65,12 +65,10 @@ def model(source: Path) -> Any:
 
 def shard(lengths: list[int], seed: int = 0) -> TextShard:
     rng = np.random.default_rng(seed)
-    count = sum(lengths)
-    return TextShard(
-        tokens=rng.integers(0, 300, count).astype(np.int32),
-        roles=rng.choice([FIXED, USER, GREEDY, GREEDY, SAMPLED], count).astype(np.uint8),
-        offsets=np.cumsum([0, *lengths]),
-    )
+    count, offsets = sum(lengths), np.cumsum([0, *lengths])
+    roles = rng.choice([FIXED, USER, GREEDY, GREEDY, SAMPLED], count).astype(np.uint8)
+    roles[np.add.outer(offsets[:-1], np.arange(3))] = USER  # prompts that differ
+    return TextShard(tokens=rng.integers(0, 300, count).astype(np.int32), roles=roles, offsets=offsets)
 
 
 def logits(model: Any, ids: list[int]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +50,8 @@ def coverage(texts: Sequence[Texts], vocabulary: NDArray[np.int64]) -> float:
 class Dataset:
     """Batches of documents from several shards; the first `held_out` tokens of the first shard are kept apart.
 
-    embed: the target's embedding. measure: to measure on, that is greedy answers in what was held out, instead of to
-    train on.
+    embed: the target's embedding. measure: to measure on, that is greedy answers in what was held out (to prompts that
+    are not trained on, unless all are), instead of to train on.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Dataset:
     ) -> None:
         self._texts, self._embed = texts[:1] if measure else texts, embed
         self._held_out, self._measure = held_out, measure
+        self._unseen = _unseen(texts, self._cut(texts[0].text.offsets)) if measure else np.arange(0)
         self._table = _table({GREEDY: 1.0} if measure else _WEIGHTS)
         self._vocabulary = vocabulary
 
@@ -92,8 +94,29 @@ class Dataset:
 
     def _documents(self, number: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of a shard's documents that belong to this dataset."""
-        cut = max(1, int(np.searchsorted(offsets, self._held_out, side="right")) - 1) if number == 0 else 0
-        return np.arange(cut) if self._measure else np.arange(cut, len(offsets) - 1)
+        return self._unseen if self._measure else np.arange(self._cut(offsets) if number == 0 else 0, len(offsets) - 1)
+
+    def _cut(self, offsets: NDArray[np.int64]) -> int:
+        """Return how many documents of the first shard are held out."""
+        return max(1, int(np.searchsorted(offsets, self._held_out, side="right")) - 1)
+
+
+def _unseen(texts: Sequence[Texts], cut: int) -> NDArray[np.int64]:
+    """Return which of the first `cut` documents have a prompt that no later one has; all if none has.
+
+    A user's own prompts are drawn with repetition, and a greedy answer is the same each time.
+    """
+    prompts = [prompt for part in texts for prompt in _prompts(part.text)]
+    seen = set(prompts[cut:])
+    found = [number for number, prompt in enumerate(prompts[:cut]) if prompt not in seen]
+    return np.array(found or range(cut), np.int64)
+
+
+def _prompts(text: TextShard) -> Iterator[bytes]:
+    """Yield each document's tokens before its first answer."""
+    for begin, end in pairwise(text.offsets.tolist()):
+        answers = np.flatnonzero(text.roles[begin:end] >= GREEDY)
+        yield text.tokens[begin : begin + int(answers[0]) if len(answers) else end].tobytes()
 
 
 def _weights(roles: NDArray[np.uint8]) -> NDArray[np.float64]:

@@ -53,7 +53,7 @@ def healing_texts(
     embed = model.get_input_embeddings()
     vocabulary = draft_vocabulary(texts, vocabulary_size, num_tokens=len(model.get_output_embeddings().weight))
     learn = HealingTexts(texts, embed, vocabulary, held_out=held_out, measure=False)
-    held = HealingTexts(texts[:1], embed, vocabulary, held_out=held_out, measure=True)
+    held = HealingTexts(texts, embed, vocabulary, held_out=held_out, measure=True)
     return learn, held, vocabulary
 
 

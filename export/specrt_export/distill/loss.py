@@ -76,7 +76,14 @@ def by_step(agreed: torch.Tensor) -> tuple[float, ...]:
 
 
 def block_efficiency(agreed: torch.Tensor) -> float:
-    """Return tokens per target call of greedy chains, from `agreement` [steps, n]: 1 + those before the first miss."""
-    if agreed.shape[1] == 0:
-        return 1.0
-    return 1.0 + float(agreed.int().cumprod(0).sum(0).float().mean())
+    """Return tokens per target call of greedy chains, from `agreement` [steps, n] of rows in the order of the text.
+
+    Each chain begins after the token that ended the one before, as in decoding. A mean over all rows would count a
+    passage of right guesses once for every row in it, but decoding begins only one chain there.
+    """
+    taken = (1 + agreed.int().cumprod(0).sum(0)).tolist()
+    calls = tokens = 0
+    while tokens < len(taken):
+        tokens += taken[tokens]
+        calls += 1
+    return tokens / calls if calls else 1.0

@@ -159,7 +159,7 @@ def _train(
     total, cut = sum(len(part.text.tokens) for part in texts), _held_out(texts)
     embed = model.get_input_embeddings()
     learn = Dataset(texts, embed, vocabulary, held_out=cut, measure=False)
-    held = Dataset(texts[:1], embed, vocabulary, held_out=cut, measure=True)
+    held = Dataset(texts, embed, vocabulary, held_out=cut, measure=True)
     trainer, sizes = _trainer(request, model, learn, rows, start)
     path = work.checkpoint(request.layout)
     about = {"tokens": total, "vocabulary": len(vocabulary), **sizes, **asdict(request.training)}
