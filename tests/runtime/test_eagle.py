@@ -167,18 +167,6 @@ def test_the_first_branch_is_the_chain_and_siblings_are_its_runners_up(model: sp
     assert branching > 2
 
 
-def test_a_tree_brings_more_than_a_chain_of_as_many_guesses(model: specrt.LanguageModel) -> None:
-    found = {}
-    for shape in (False, True):
-        runs = [
-            model.generate(chat(model, text), max_tokens=60, k=5, drafter="eagle", tree=shape, ignore_eos=True)
-            for text in TEXTS
-        ]
-        found[shape] = sum(result.stats.num_steps for result in runs)
-        assert all(result.stats.num_proposed <= 5 * result.stats.num_steps for result in runs)
-    assert found[True] < found[False]
-
-
 def chat(model: specrt.LanguageModel, text: str) -> list[int]:
     return model.tokenizer.encode(model.tokenizer.render([{"role": "user", "content": text}], None))
 

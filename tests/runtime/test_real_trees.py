@@ -12,6 +12,7 @@ from parts import ListDrafter, grow, run
 from real import Recorder, exported
 from specrt.acceptance import Proposal
 from specrt.prompts import load_prompts
+from specrt_export.catalogue import own_head
 
 pytestmark = pytest.mark.slow
 PROMPTS = [prompt.text for prompt in load_prompts(None, limit=1)]  # one of each category
@@ -26,7 +27,9 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(real_folder: Path, machine_cache: Path) -> Iterator[specrt.LanguageModel]:
-    artifact = exported(real_folder, "smollm2-fp32-trees", "smollm2-135m", trees=True)
+    head = own_head("smollm2-135m")
+    assert head is not None
+    artifact = exported(real_folder, "smollm2-fp32-trees", "smollm2-135m", heads=(head,), trees=True)
     with specrt.load(artifact, cache_dir=machine_cache) as loaded:
         yield loaded
 
@@ -101,3 +104,16 @@ def test_other_requests_differ_by_less_than_the_bound(
             assert best[1] - best[0] < 2 * BOUND
         worst = max(worst, float(np.abs(tree_rows[: same + 1] - rows[: same + 1]).max()))
     assert 0 < worst < BOUND
+
+
+def test_a_tree_of_the_head_brings_more_than_a_chain_of_as_many_guesses(model: specrt.LanguageModel) -> None:
+    found = {}
+    for shape in (False, True):
+        messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+        runs = [
+            model.generate(prompt, temperature=0, max_tokens=MAX_TOKENS, k=5, drafter="eagle", tree=shape)
+            for prompt in messages
+        ]
+        assert all(result.stats.num_proposed <= 5 * result.stats.num_steps for result in runs)
+        found[shape] = sum(result.stats.num_steps for result in runs)
+    assert found[True] < found[False]
