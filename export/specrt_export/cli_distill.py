@@ -60,9 +60,7 @@ Examples:
 @click.option(
     "--vocabulary",
     type=click.IntRange(min=2),
-    default=6144,
-    show_default=True,
-    help="Tokens that a head or pruned draft can guess, and an early exit learns above all.",
+    help="Tokens that a head or pruned draft can guess, and an early exit learns above all.  [default: 6144]",
 )
 @click.option("--ffn", type=click.IntRange(min=1), help="Width of the feed-forward layer.  [default: MODEL's]")
 @click.option(
@@ -78,7 +76,7 @@ Examples:
 def distill_command(
     model: str, out: Path, drafter: Literal["eagle", "eagle3", "medusa", "early-exit", "pruned"], heads: int | None,
     tokens: int, prompts: Path | None, work: Path | None, minutes: float | None, epochs: int | None,
-    layers: int | None, vocabulary: int, ffn: int | None, start: str | None, threads: int | None,
+    layers: int | None, vocabulary: int | None, ffn: int | None, start: str | None, threads: int | None,
     revision: str | None, cache_dir: Path,
 ) -> None:  # fmt: skip
     """Train a drafter head for MODEL, or a draft of fewer layers, without a data set.
@@ -94,9 +92,11 @@ def distill_command(
     OUT is a transformers directory then, for 'specrt export MODEL --draft OUT'; its card is draft.json.
     """
     _check_options(drafter, ffn=ffn, start=start, heads=heads, layers=layers, epochs=epochs)
+    if start is not None and vocabulary is not None:
+        raise click.UsageError("--vocabulary has no effect with --start: the head there keeps its own")
     begin_with = _start(model, start)
     begin()
-    from specrt_export.distill.call import NUM_HEADS, DistillRequest
+    from specrt_export.distill.call import NUM_HEADS, VOCABULARY, DistillRequest
     from specrt_export.distill.exit import EXIT_HEALING
     from specrt_export.distill.heal import HEALING
     from specrt_export.distill.run import distill
@@ -106,7 +106,7 @@ def distill_command(
     plan = {"early-exit": EXIT_HEALING, "pruned": HEALING}.get(drafter, TrainingPlan())
     request = DistillRequest(
         model=model, layout=drafter, out=out, work=work or out.with_suffix(".work"), tokens=tokens, prompts=prompts,
-        minutes=minutes, vocabulary_size=vocabulary, ffn=ffn, start=begin_with, heads=heads or NUM_HEADS,
+        minutes=minutes, vocabulary_size=vocabulary or VOCABULARY, ffn=ffn, start=begin_with, heads=heads or NUM_HEADS,
         layers=layers, threads=threads or os.cpu_count() or 1,
         training=plan if epochs is None else replace(plan, epochs=epochs),
         revision=revision, cache_dir=cache_dir, command=shlex.join(["specrt", *sys.argv[1:]]),

@@ -321,6 +321,7 @@ def test_what_is_refused(source: Path, healed: Path, tmp_path: Path) -> None:
     [
         (["--drafter", "pruned", "--ffn", "64"], "--ffn is of eagle heads"),
         (["--drafter", "pruned", "--start", "head.safetensors"], "--start is a head of eagle or eagle3"),
+        (["--start", "head.safetensors", "--vocabulary", "9"], "--vocabulary has no effect with --start"),
         (["--start", "own"], "--start own needs a built-in model that a head comes with, found model"),
         (["--layers", "4"], "--layers needs --drafter early-exit or pruned"),
         (["--epochs", "0"], "--epochs 0 needs --drafter pruned"),

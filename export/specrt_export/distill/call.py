@@ -13,6 +13,7 @@ from specrt_export.distill.writer import BatchSize
 from specrt_export.progress import Progress
 
 NUM_HEADS = 4  # of `medusa`
+VOCABULARY = 6144  # tokens
 _SAY_S, _SAVE_S = 20.0, 300.0
 
 
@@ -36,7 +37,7 @@ class DistillRequest:
     prompts: Path | None = None
     revision: str | None = None
     minutes: float | None = None
-    vocabulary_size: int = 6144
+    vocabulary_size: int = VOCABULARY
     ffn: int | None = None
     start: Path | None = None
     heads: int = NUM_HEADS
